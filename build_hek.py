@@ -1,0 +1,55 @@
+"""Build hierarchical experience knowledge (HEK) from a model's own rollouts, offline.
+
+    python build_hek.py configs/lab.yaml out=runs/hek        # the store is then runs/hek/hek
+    python build_hek.py --help
+
+Sample rollouts of training questions without experience, contrast a success with a failure of each question, let the
+model write the lesson (level 1), cluster the lessons and abstract each cluster into a pattern (level 2) and the patterns
+into strategies (level 3): paper section 3.1, Algorithm 1. train.py and evaluate.py read the result as hek.path.
+"""
+
+import sys
+
+from hiexp.assemble import Config, load_models, open_agent, open_samples
+from hiexp.config import run_script
+from hiexp.data import subset
+from hiexp.encoder import load_encoder
+from hiexp.hek import HEK
+from hiexp.hek_build import build_hek
+from hiexp.rewards import score
+from hiexp.tracking import finish_run, open_run_folder, progress, timed, write_trajectories
+from hiexp.trajectory import groups_of
+
+QUESTIONS_PER_CALL = 16
+
+
+def main(cfg: Config) -> None:
+    samples = subset(open_samples(cfg.data, "train"), cfg.build.questions, cfg.seed)
+    agent, encoder = open_agent(cfg), load_encoder(cfg.encoder)
+    out = open_run_folder(cfg.out, cfg)
+    agent.start(load_models(cfg, with_reference=False)[1])
+
+    times: dict[str, float] = {}
+    trajectories = []
+    with timed(times, "rollout"), progress(total=len(samples), label="rollouts", unit="question") as bar:
+        for start in range(0, len(samples), QUESTIONS_PER_CALL):
+            chunk = samples[start : start + QUESTIONS_PER_CALL]
+            size = cfg.build.rollouts_per_question
+            trajectories += agent.rollout(chunk, seed=cfg.seed * 1_000_003 + start, hek=HEK.empty(), group_size=size)
+            bar.update(len(chunk))
+    score(trajectories, samples, cfg.reward, cfg.build.rollouts_per_question)
+    write_trajectories(out / "trajectories.jsonl", trajectories)
+
+    groups = groups_of(trajectories, cfg.build.rollouts_per_question)
+    with timed(times, "build"):
+        hek, report = build_hek(
+            agent.engine, agent.tokenizer, encoder, groups, samples, cfg.build, cfg.seed, progress, cfg.model.path
+        )
+    hek.save(out / "hek")
+    (out / "report.md").write_text(report.to_markdown(), encoding="utf-8")
+    finish_run(out, {"hek": str(out / "hek"), **report.to_json(), **times})
+    print(report.to_markdown())
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main, Config, sys.argv[1:], __doc__))

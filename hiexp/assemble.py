@@ -1,0 +1,129 @@
+"""The settings of a run, and the parts that the three scripts put together from them.
+
+One YAML file describes one experiment; `train.py`, `build_hek.py` and `evaluate.py` all read it, each the sections it
+needs. Cheap checks come first, so that a wrong path is reported before a model is loaded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from hiexp.config import ConfigError, lookup
+from hiexp.data import Sample, read_samples
+from hiexp.encoder import Encoder, EncoderConfig, load_encoder
+from hiexp.engine import Engine, TorchEngine
+from hiexp.evaluation import EvalConfig
+from hiexp.hek import HEK, HEKConfig
+from hiexp.hek_build import BuildConfig
+from hiexp.loss import LossConfig
+from hiexp.model import ModelConfig, frozen_copy, load_causal_lm, load_tokenizer
+from hiexp.protocols import PROTOCOLS, AgentProtocol
+from hiexp.rewards import RewardConfig
+from hiexp.rollout import RolloutConfig, run_rollouts
+from hiexp.search import SearchBackend, SearchConfig, open_search
+from hiexp.trainer import OptimConfig
+from hiexp.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    train: str = ""
+    """file of training questions, {id, question, answers, family?} as JSON lines; train.py and build_hek.py"""
+    dev: str = ""
+    """file of questions for validation while training; empty = no validation"""
+    test: str = ""
+    """file of questions that evaluate.py asks"""
+    limit: int = 0
+    """use only the first so many questions of each file; 0 = all"""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: int = 1000
+    """rollout-and-learn cycles"""
+    prompts_per_step: int = 16
+    """questions per step; each is answered rollout.group_size times"""
+    dev_every: int = 0
+    """validate (greedy) on data.dev every so many steps and at the end; 0 = never"""
+    show_every: int = 10
+    """write the trajectories of every so many steps to trajectories.jsonl; 0 = never"""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "prompts_per_step"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+
+
+@dataclass(frozen=True)
+class Config:
+    out: str
+    """folder that the run writes to; never one that holds another run"""
+    model: ModelConfig
+    seed: int = 0
+    """every random choice derives from it"""
+    threads: int = 0
+    """CPU threads of torch; 0 leaves its default; results repeat exactly only for the same number"""
+    data: DataConfig = field(default_factory=DataConfig)
+    encoder: EncoderConfig = field(default_factory=EncoderConfig)
+    search: SearchConfig = field(default_factory=SearchConfig)
+    hek: HEKConfig = field(default_factory=HEKConfig)
+    build: BuildConfig = field(default_factory=BuildConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+
+@dataclass
+class Agent:
+    """Everything that turns questions into trajectories; the model itself comes last (`start`)."""
+
+    cfg: RolloutConfig
+    tokenizer: Any
+    protocol: AgentProtocol
+    search: SearchBackend
+    encoder: Encoder | None
+    hek: HEK
+    engine: Engine | None = None
+
+    def start(self, model: torch.nn.Module) -> "Agent":
+        """Give the agent an engine that samples from `model`, which the engine keeps as its own."""
+        self.engine = TorchEngine(model, self.tokenizer)
+        return self
+
+    def rollout(self, samples: Sequence[Sample], seed: int, hek: HEK | None = None, **changes: Any) -> list[Trajectory]:
+        """group_size trajectories a sample, siblings adjacent; `changes` replace fields of RolloutConfig."""
+        assert self.engine is not None
+        cfg, hek = replace(self.cfg, **changes), self.hek if hek is None else hek
+        return run_rollouts(self.engine, self.tokenizer, self.protocol, self.search, hek, samples, cfg, seed)
+
+
+def open_agent(cfg: Config) -> Agent:
+    """Protocol, tokenizer, encoder, HEK and search, in order of cost. Raises ConfigError naming what is wrong."""
+    if cfg.threads:
+        torch.set_num_threads(cfg.threads)
+    protocol = lookup(PROTOCOLS, cfg.rollout.protocol, "protocol")
+    tokenizer = load_tokenizer(cfg.model.path)
+    protocol.prompt("?", "?", tokenizer)  # a chat template that does not fit is told now
+    needs_encoder = bool(cfg.hek.path or cfg.search.backend == "dense")
+    encoder = load_encoder(cfg.encoder) if needs_encoder else None
+    hek = HEK.load(cfg.hek.path, encoder, cfg.hek) if cfg.hek.path and encoder else HEK.empty()
+    return Agent(cfg.rollout, tokenizer, protocol, open_search(cfg.search, encoder), encoder, hek)
+
+
+def open_samples(cfg: DataConfig, split: str) -> list[Sample]:
+    """The questions of data.<split>; ConfigError when it is not set, missing or empty."""
+    path = getattr(cfg, split)
+    if not path:
+        raise ConfigError(f"data.{split} is not set; name the file of its questions")
+    return read_samples(path, cfg.limit)
+
+
+def load_models(cfg: Config, with_reference: bool) -> tuple[Any, Any, Any]:
+    """(policy, its copy for the engine, frozen reference or None)."""
+    policy = load_causal_lm(cfg.model)
+    return policy, frozen_copy(policy), frozen_copy(policy) if with_reference else None

@@ -1,0 +1,211 @@
+"""Text to unit vectors, for experience keys and for passages.
+
+A zero row stands for a text that the encoder knows nothing of (blank, or only unknown words); its similarity
+to everything is 0. The fingerprint names all that changes a vector; who stores vectors stores it.
+A new encoder is a class with `fingerprint`, `dim` and `encode`, and a line in ENCODERS.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from sklearn.feature_extraction.text import HashingVectorizer, TfidfVectorizer
+
+from hiexp.config import ConfigError, lookup
+
+Kind = Literal["query", "passage"]
+WORD = r"(?u)\b\w+\b"  # scikit-learn's default pattern drops words of one character
+PREFIXES: dict[str, dict[str, str]] = {
+    "none": {"query": "", "passage": ""},
+    "e5": {"query": "query: ", "passage": "passage: "},
+}
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """Which encoder, and how it is called."""
+
+    kind: str = "sentence"
+    """sentence (a sentence-transformers folder), tfidf (a fitted vocabulary) or hash (needs nothing, poor)"""
+    path: str = ""
+    """local folder of the sentence encoder, or JSON file of the tfidf one"""
+    prefix: str = "none"
+    """none, or e5 ("query: " and "passage: "); never guessed from the folder's name"""
+
+    def __post_init__(self) -> None:
+        lookup(ENCODERS, self.kind, "encoder.kind")
+        lookup(PREFIXES, self.prefix, "encoder.prefix")
+        if self.kind != "sentence" and self.prefix != "none":
+            raise ConfigError(f"encoder.prefix={self.prefix} is for kind=sentence; set it to none for {self.kind}")
+
+
+class Encoder(Protocol):
+    """What the HEK and the dense index ask of an encoder."""
+
+    fingerprint: str
+    dim: int
+
+    def encode(self, texts: Sequence[str], kind: Kind) -> np.ndarray:
+        """[N, D] float32, each row of length 1 or all zero."""
+        ...
+
+
+class TfidfEncoder:
+    """TF-IDF over words and word pairs of the texts it was fitted on; symmetric.
+
+    Words never seen in fitting vanish, so a question about new entities is compared by its wording alone.
+    """
+
+    def __init__(self, vocabulary: Sequence[str], idf: Sequence[float]) -> None:
+        if len(vocabulary) != len(idf) or not vocabulary:
+            raise ValueError(f"{len(vocabulary)} terms and {len(idf)} idf values; need as many, at least one")
+        self.vocabulary, self.idf = list(vocabulary), [float(value) for value in idf]
+        index = {term: i for i, term in enumerate(vocabulary)}
+        self._vectorizer = TfidfVectorizer(vocabulary=index, ngram_range=(1, 2), token_pattern=WORD)
+        self._vectorizer.idf_ = np.asarray(self.idf)
+        self.dim = len(vocabulary)
+        self.fingerprint = f"tfidf:none:{_digest(json.dumps([self.vocabulary, self.idf]).encode())}"
+
+    @classmethod
+    def fit(cls, texts: Sequence[str], min_count: int = 1) -> "TfidfEncoder":
+        """Vocabulary and idf of `texts`; terms in fewer than `min_count` (rare names) are left out."""
+        vectorizer = TfidfVectorizer(ngram_range=(1, 2), token_pattern=WORD, min_df=min_count)
+        vectorizer.fit(texts)
+        return cls([str(term) for term in vectorizer.get_feature_names_out()], vectorizer.idf_.tolist())
+
+    @classmethod
+    def load(cls, path: str | Path) -> "TfidfEncoder":
+        """Read what `save` wrote; ConfigError when it is missing or something else."""
+        file = Path(path)
+        if not file.is_file():
+            raise ConfigError(
+                f"no tfidf encoder at {str(path)!r} (encoder.path); build_hek.py writes one beside its HEK"
+            )
+        try:
+            record = json.loads(file.read_text(encoding="utf-8"))
+            return cls(record["vocabulary"], record["idf"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} is not a saved tfidf encoder: {error}; write it again") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write vocabulary and idf as JSON (no pickle), whole or not at all."""
+        file, new = Path(path), Path(f"{path}.tmp")
+        try:
+            new.write_text(json.dumps({"vocabulary": self.vocabulary, "idf": self.idf}), encoding="utf-8")
+            new.replace(file)
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error}") from error
+
+    def encode(self, texts: Sequence[str], kind: Kind) -> np.ndarray:
+        if not texts:
+            return np.zeros((0, self.dim), np.float32)
+        return _dense(self._vectorizer, texts)
+
+
+class HashEncoder:
+    """Hashed words and word pairs: no data, no understanding. For tests and first steps; symmetric."""
+
+    def __init__(self, dim: int = 1024) -> None:
+        self.dim, self.fingerprint = dim, f"hash:none:{dim}"
+        self._vectorizer = HashingVectorizer(n_features=dim, ngram_range=(1, 2), token_pattern=WORD)
+
+    def encode(self, texts: Sequence[str], kind: Kind) -> np.ndarray:
+        if not texts:
+            return np.zeros((0, self.dim), np.float32)
+        return _dense(self._vectorizer, texts)
+
+
+class SentenceEncoder:
+    """A sentence-transformers model in a local folder; nothing is fetched."""
+
+    def __init__(self, path: str | Path, prefix: str = "none") -> None:
+        folder = Path(path)
+        if not str(path) or not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"encoder.path={str(path)!r} is not a sentence-transformers folder (no config.json in it)"
+            )
+        self._prefix = lookup(PREFIXES, prefix, "encoder.prefix")
+        self._model = _sentence_transformer(folder)
+        self.dim = int(self._model.encode(["x"], prompt="", show_progress_bar=False).shape[1])
+        self.fingerprint = f"sentence:{prefix}:{_folder_digest(folder)}"
+
+    def encode(self, texts: Sequence[str], kind: Kind) -> np.ndarray:
+        rows = np.zeros((len(texts), self.dim), np.float32)
+        told = [i for i, text in enumerate(texts) if text.strip()]
+        if told:
+            # prompt="": a prompt named in the model's own files would come on top of our prefix
+            inputs = [add_prefix(texts[i], self._prefix[kind]) for i in told]
+            rows[told] = self._model.encode(inputs, prompt="", batch_size=64, show_progress_bar=len(told) > 2000)
+        return unit_rows(rows)
+
+
+def load_encoder(cfg: EncoderConfig) -> Encoder:
+    """The encoder that the settings name; ConfigError when its files or package are missing."""
+    return lookup(ENCODERS, cfg.kind, "encoder.kind")(cfg)
+
+
+def add_prefix(text: str, prefix: str) -> str:
+    """`text` with `prefix` in front exactly once."""
+    return text if text.startswith(prefix) else prefix + text
+
+
+def unit_rows(rows: np.ndarray) -> np.ndarray:
+    """Rows scaled to length 1 as float32; zero rows stay zero, a non-finite value raises ValueError."""
+    if not np.isfinite(rows).all():
+        raise ValueError(f"the encoder gave a non-finite vector for text {int(np.argwhere(~np.isfinite(rows))[0][0])}")
+    wide = np.asarray(rows, np.float64)  # a tiny norm would lose its digits in float32
+    lengths = np.linalg.norm(wide, axis=1, keepdims=True)
+    return (wide / np.where(lengths > 0, lengths, 1.0)).astype(np.float32)
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """[N, M] similarities of unit or zero rows, clipped to [-1, 1]; ValueError for another length."""
+    for rows in (a, b):
+        lengths = np.linalg.norm(rows, axis=1)
+        if not np.all((np.abs(lengths - 1) < 1e-3) | (lengths == 0)):
+            raise ValueError("similarity needs unit rows: an inner product of other lengths is no cosine")
+    return np.clip(a @ b.T, -1.0, 1.0)
+
+
+def _dense(vectorizer: Any, texts: Sequence[str]) -> np.ndarray:
+    return unit_rows(vectorizer.transform(texts).toarray())
+
+
+def _sentence_transformer(folder: Path) -> Any:
+    try:
+        from sentence_transformers import SentenceTransformer
+    except ImportError as error:
+        raise ConfigError("encoder.kind=sentence needs sentence-transformers; install it, or use kind=tfidf") from error
+    try:
+        return SentenceTransformer(str(folder), local_files_only=True)
+    except (OSError, ValueError) as error:
+        first = " ".join(str(error).split())[:200]
+        raise ConfigError(f"encoder.path={folder} cannot be loaded by sentence-transformers: {first}") from error
+
+
+def _folder_digest(folder: Path, edge: int = 1 << 20) -> str:
+    """Hash of names and contents; of a large file its size and both ends (weights have gigabytes)."""
+    parts = []
+    for file in sorted(folder.rglob("*")):
+        if file.suffix in (".json", ".txt", ".model", ".safetensors", ".bin") and file.is_file():
+            size = file.stat().st_size
+            with file.open("rb") as stream:
+                head = stream.read(edge)
+                stream.seek(max(size - edge, 0))
+                parts.append(f"{file.relative_to(folder)} {size} {_digest(head + stream.read(edge))}")
+    return _digest("\n".join(parts).encode())
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+ENCODERS: dict[str, Callable[[EncoderConfig], Encoder]] = {
+    "sentence": lambda cfg: SentenceEncoder(cfg.path, cfg.prefix),
+    "tfidf": lambda cfg: TfidfEncoder.load(cfg.path),
+    "hash": lambda cfg: HashEncoder(),
+}

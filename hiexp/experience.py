@@ -1,0 +1,214 @@
+"""The experience record, and the files that a store of them is kept in.
+
+    header.json                     encoder fingerprint, counts, the settings it was built with
+    level1.jsonl level1.npy  ...    one record per line, and its embedding in the same row
+
+Reading checks everything that could silently mix up records and rows; hek.py retrieves.
+"""
+
+import dataclasses
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hiexp.config import ConfigError
+
+FORMAT = 1
+LEVELS = (1, 2, 3)
+REBUILD = "rebuild the HEK with build_hek.py"
+
+
+@dataclass(frozen=True)
+class Experience:
+    """One lesson; `qa_groups` are the (id, question) it stems from, above level 1 those of its children."""
+
+    id: str
+    level: int
+    type: str
+    """success_factor, pitfall or mixed (level 1); pattern (2); strategy (3)"""
+    title: str
+    """when it applies: the key, the only text that is embedded"""
+    description: str
+    """what to do: the value, shown to the policy"""
+    tags: tuple[str, ...] = ()
+    thinking: str = ""
+    """the reflector's reasoning; never shown to a policy"""
+    qa_groups: tuple[tuple[str, str], ...] = ()
+    child_ids: tuple[str, ...] = ()
+    parent_id: str | None = None
+    source_model: str = ""
+
+    @property
+    def text(self) -> str:
+        return f"{self.title}: {self.description}"
+
+    def line(self) -> str:
+        """How it stands in a block of experiences."""
+        return f"- {self.text}"
+
+    @property
+    def sample_ids(self) -> frozenset[str]:
+        return frozenset(qid for qid, _ in self.qa_groups)
+
+
+def check_lineage(entries: Sequence[Experience]) -> None:
+    """ValueError unless ids are unique and every parent and child name each other, one level apart."""
+    by_id = {entry.id: entry for entry in entries}
+    if len(by_id) != len(entries):
+        raise ValueError("two experiences have the same id")
+    for entry in entries:
+        if entry.level not in LEVELS:
+            raise ValueError(f"{entry.id}: level {entry.level}")
+        for child_id in entry.child_ids:
+            child = by_id.get(child_id)
+            if child is None or child.parent_id != entry.id or child.level != entry.level - 1:
+                raise ValueError(f"{entry.id}: child {child_id} is missing or does not name it as its parent")
+        parent = by_id.get(entry.parent_id) if entry.parent_id is not None else None
+        if entry.parent_id is not None and (parent is None or entry.id not in parent.child_ids):
+            raise ValueError(f"{entry.id}: parent {entry.parent_id} is missing or does not name it as a child")
+
+
+def write_store(
+    folder: str | Path,
+    levels: Mapping[int, Sequence[Experience]],
+    vectors: Mapping[int, np.ndarray],
+    header: Mapping[str, Any],
+    overwrite: bool,
+) -> None:
+    """Write a store whole or not at all; ConfigError if the folder is in use or cannot be written."""
+    path = Path(folder)
+    used = path.exists() and (not path.is_dir() or any(path.iterdir()))
+    if used and not (overwrite and (path / "header.json").is_file()):
+        raise ConfigError(f"{folder} exists already; choose another folder, or allow overwriting a HEK")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        try:
+            new.chmod(0o755)  # mkdtemp makes it private
+            _write(new, levels, vectors, header)
+            _swap(new, path)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write the HEK to {folder}: {error}") from error
+
+
+def read_store(
+    folder: str | Path, fingerprint: str, dim: int
+) -> tuple[list[Experience], dict[int, np.ndarray], dict[str, Any]]:
+    """Records, vectors by level and settings; ConfigError naming the file and line that is wrong."""
+    path = Path(folder)
+    if not (path / "header.json").is_file():
+        raise ConfigError(f"no HEK in {str(folder)!r} (hek.path: no header.json there); build one with build_hek.py")
+    header = _read_header(path / "header.json")
+    if header.get("encoder") != fingerprint:
+        raise ConfigError(
+            f"HEK {folder} was embedded by encoder {header.get('encoder')!r}, the settings give "
+            f"{fingerprint!r}; use its encoder, or {REBUILD}"
+        )
+    entries: list[Experience] = []
+    vectors: dict[int, np.ndarray] = {}
+    for level in LEVELS:
+        records, vectors[level] = _read_level(path, level, header, dim)
+        entries += records
+    if header.get("titles") != _titles_digest(entries):
+        raise ConfigError(f"HEK {folder}: titles or ids are not those that were embedded; {REBUILD}")
+    try:
+        check_lineage(entries)
+    except ValueError as error:
+        raise ConfigError(f"HEK {folder} is damaged: {error}; {REBUILD}") from error
+    return entries, vectors, header.get("settings") or {}
+
+
+def _write(
+    folder: Path,
+    levels: Mapping[int, Sequence[Experience]],
+    vectors: Mapping[int, np.ndarray],
+    header: Mapping[str, Any],
+) -> None:
+    for level, entries in levels.items():
+        lines = [json.dumps(dataclasses.asdict(entry), ensure_ascii=False) + "\n" for entry in entries]
+        (folder / f"level{level}.jsonl").write_text("".join(lines), encoding="utf-8")
+        np.save(folder / f"level{level}.npy", vectors[level], allow_pickle=False)
+    whole = {
+        "format": FORMAT,
+        "normalised": True,
+        "counts": {str(level): len(entries) for level, entries in levels.items()},
+        "titles": _titles_digest([entry for entries in levels.values() for entry in entries]),
+        **header,
+    }
+    (folder / "header.json").write_text(json.dumps(whole, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _swap(new: Path, path: Path) -> None:
+    """Put `new` in the place of `path`; a folder that is not empty cannot be replaced in one call."""
+    if path.is_dir() and any(path.iterdir()):
+        old = Path(f"{new}.old")
+        path.rename(old)
+        new.rename(path)
+        shutil.rmtree(old)
+    else:
+        new.replace(path)
+
+
+def _titles_digest(entries: Iterable[Experience]) -> str:
+    keys = sorted((entry.level, entry.id, entry.title) for entry in entries)
+    return hashlib.sha256(json.dumps(keys).encode()).hexdigest()[:16]
+
+
+def _read_header(file: Path) -> dict[str, Any]:
+    try:
+        header = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(header, dict) or not isinstance(header.get("counts"), dict):
+            raise ValueError("no object with counts")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}); {REBUILD}") from error
+    if header.get("format") != FORMAT:
+        raise ConfigError(f"{file}: format {header.get('format')!r}, this code reads {FORMAT}; {REBUILD}")
+    return header
+
+
+def _read_level(folder: Path, level: int, header: Mapping[str, Any], dim: int) -> tuple[list[Experience], np.ndarray]:
+    records, vectors = folder / f"level{level}.jsonl", folder / f"level{level}.npy"
+    try:
+        lines = records.read_text(encoding="utf-8").split("\n")  # splitlines would also cut at U+2028 in a text
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{records} cannot be read ({error}); {REBUILD}") from error
+    try:
+        rows = np.load(vectors, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ConfigError(f"{vectors} cannot be read ({error}); {REBUILD}") from error
+    entries = [_read_record(line, f"{records}:{n}", level) for n, line in enumerate(lines[:-1], 1)]
+    if lines[-1]:
+        raise ConfigError(f"{records}:{len(lines)}: the last line is cut off; {REBUILD}")
+    counted = header["counts"].get(str(level))
+    if counted != len(entries) or rows.shape != (len(entries), dim) or rows.dtype != np.float32:
+        raise ConfigError(
+            f"{records} holds {len(entries)} records where header.json says {counted}, and {vectors.name} is "
+            f"{rows.dtype} {rows.shape} (float32, {dim} wide is expected); {REBUILD}"
+        )
+    lengths = np.linalg.norm(rows, axis=1)
+    if not np.all((np.abs(lengths - 1) < 1e-3) | (lengths == 0)):  # also false for a length of nan or inf
+        raise ConfigError(f"{vectors} holds vectors that are not finite or not of length 1; {REBUILD}")
+    return entries, rows
+
+
+def _read_record(line: str, where: str, level: int) -> Experience:
+    try:
+        record = json.loads(line)
+        for key in ("tags", "child_ids"):
+            record[key] = tuple(record[key])
+        record["qa_groups"] = tuple((str(qid), str(question)) for qid, question in record["qa_groups"])
+        entry = Experience(**record)
+        if entry.level != level or not all(isinstance(t, str) for t in (entry.id, entry.title, entry.description)):
+            raise ValueError(f"not a record of level {level}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{where}: not an experience ({error}); mend the line, or {REBUILD}") from error
+    return entry

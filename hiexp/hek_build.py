@@ -1,0 +1,313 @@
+"""Building a HEK from groups of trajectories: contrast, reflect, cluster, abstract (the paper's Algorithm 1).
+
+Every stage counts what it took in and what it turned down; the counts are the BuildReport. Prompts and the
+parser of replies are in hek_prompts.py, the clustering in clustering.py.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hiexp.clustering import HEIGHTS, calibrate_threshold, cluster, near_duplicates, representatives
+from hiexp.config import ConfigError, lookup
+from hiexp.data import Sample
+from hiexp.encoder import Encoder
+from hiexp.engine import Engine, Sampling
+from hiexp.experience import LEVELS
+from hiexp.hek import HEK, Experience
+from hiexp.hek_prompts import PROMPTS, ReflectionPrompts, parse_reply
+from hiexp.hek_report import BuildReport, LevelReport
+from hiexp.metrics import METRICS
+from hiexp.reflector import Reflector, Request
+from hiexp.trajectory import Status, Trajectory
+
+__all__ = [
+    "PROMPTS",
+    "BuildConfig",
+    "BuildReport",
+    "Pair",
+    "ReflectionPrompts",
+    "build_hek",
+    "cluster",
+    "parse_reply",
+]
+
+MAX_MEMBERS = 6
+"""lessons of a cluster that one abstraction reads"""
+
+
+@dataclass(frozen=True)
+class BuildConfig:
+    """How a HEK is made from rollouts."""
+
+    rollouts_per_question: int = 8
+    """K attempts at each question; right and wrong ones must both occur"""
+    prompts: str = "full"
+    """full (a chat model) or compact (the lab's policy)"""
+    linkage: str = "average"
+    """average, complete, or ward (the paper's)"""
+    threshold_1: float | None = None
+    """similarity above which cases join into a pattern; null = calibrated on the titles"""
+    threshold_2: float | None = None
+    """the same for patterns joining into a strategy"""
+    min_cluster: int = 2
+    """smaller clusters stay at their level"""
+    max_level: int = 3
+    merge_threshold: float | None = 0.97
+    """cases of one type whose titles are this close become one entry with the sources of all; null = never"""
+    max_attempts: int = 3
+    """replies asked for, each with a fresh seed, before a pair or cluster is given up"""
+    reflect_temperature: float = 0.7
+    reflect_top_p: float = 0.9
+    max_new_tokens: int = 512
+    tokens_per_batch: int = 32768
+    """prompt and reply tokens that are generated together; bounds memory"""
+    success_max_words: int = 20
+    """a right answer longer than this is no success: it may only have covered the gold one"""
+
+    def __post_init__(self) -> None:
+        lookup(PROMPTS, self.prompts, "prompts")
+        lookup(HEIGHTS, self.linkage, "linkage")
+        for name, least in (("rollouts_per_question", 2), ("min_cluster", 1), ("max_attempts", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}")
+        if self.max_level not in (1, 2, 3):
+            raise ConfigError(f"max_level={self.max_level} must be 1, 2 or 3")
+        for name in ("threshold_1", "threshold_2", "merge_threshold"):
+            value = getattr(self, name)
+            if value is not None and not -1 <= value <= 1:
+                raise ConfigError(f"{name}={value} is a cosine; set it in [-1, 1], or null")
+        if self.threshold_1 is not None and self.threshold_2 is not None and self.threshold_2 > self.threshold_1:
+            raise ConfigError(
+                f"threshold_2={self.threshold_2} is above threshold_1={self.threshold_1}; a strategy joins "
+                "what patterns kept apart, so set it to the same or less"
+            )
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A right and a wrong attempt at one question."""
+
+    sample: Sample
+    right: Trajectory
+    wrong: Trajectory
+
+
+def build_hek(
+    engine: Engine,
+    tokenizer: Any,
+    encoder: Encoder,
+    groups: Sequence[Sequence[Trajectory]],  # the siblings of each sample, in the order of `samples`
+    samples: Sequence[Sample],
+    cfg: BuildConfig,
+    seed: int,
+    progress: Callable[..., Any] | None = None,  # tracking.progress
+    source_model: str = "self",
+) -> tuple[HEK, BuildReport]:
+    """Algorithm 1: the store and the account of its making, the same for the same inputs and seed.
+
+    Raises ConfigError when no question was answered both rightly and wrongly. Where every reply was turned
+    down the store is empty but valid, and the report's warnings say so.
+    """
+    report = BuildReport(cfg.prompts, cfg.linkage, source_model)
+    pairs = contrastive_pairs(groups, samples, cfg.success_max_words, report)
+    if not pairs:
+        raise ConfigError(_nothing_to_contrast(report))
+    prompts, sampling = PROMPTS[cfg.prompts], Sampling(cfg.reflect_temperature, cfg.reflect_top_p, (), seed)
+    limits = (cfg.max_new_tokens, cfg.max_attempts, cfg.tokens_per_batch)
+    reflector = Reflector(engine, tokenizer, encoder, prompts, sampling, *limits, progress)
+    first = _merge(reflect(reflector, pairs, report), encoder, cfg.merge_threshold, report)
+    levels, vectors, level = {1: first}, {1: _embed(encoder, first)}, 1
+    golds = {pair.sample.id: pair.sample.answers for pair in pairs}
+    while len(levels[level]) > 1 and level < cfg.max_level:
+        groups_of_rows = _cluster_level(vectors[level], level, cfg, report)
+        members = [[levels[level][i] for i in group] for group in groups_of_rows]
+        rows = [vectors[level][group] for group in groups_of_rows]
+        above = abstract(reflector, members, rows, level + 1, golds, report)
+        if not above or len(above) >= len(levels[level]):
+            report.stop = f"{len(levels[level])} entries of level {level} gave {len(above)} abstractions"
+            break
+        levels[level] = _adopt(levels[level], above)
+        level += 1
+        levels[level], vectors[level] = above, _embed(encoder, above)
+    else:
+        deepest = level == cfg.max_level
+        report.stop = "deepest level reached" if deepest else f"level {level} has {len(levels[level])} entries"
+    report.finish(levels)
+    settings = {"build": dataclasses.asdict(cfg), "seed": seed, "report": report.to_json()}
+    everything = [entry for entries in levels.values() for entry in entries]
+    vectors |= {missing: _embed(encoder, []) for missing in LEVELS if missing not in vectors}
+    return HEK(everything, encoder, vectors=vectors, settings=settings), report
+
+
+def is_success(trajectory: Trajectory, sample: Sample, max_words: int = 20) -> bool:
+    """Answered, the answer covers a gold one, and is short enough not to cover it by luck (METHOD 4.1)."""
+    return (
+        trajectory.status is Status.ANSWERED
+        and len(trajectory.answer.split()) <= max_words
+        and METRICS["cem"](trajectory.answer, sample.answers) == 1
+    )
+
+
+def contrastive_pairs(
+    groups: Sequence[Sequence[Trajectory]],
+    samples: Sequence[Sample],
+    max_words: int = 20,
+    report: BuildReport | None = None,
+) -> list[Pair]:
+    """One pair for each question that was answered both rightly and wrongly; the others are counted."""
+    report, pairs = report or BuildReport(), []
+    if len(groups) != len(samples):
+        raise ValueError(f"{len(groups)} groups of trajectories for {len(samples)} samples")
+    for group, sample in zip(groups, samples, strict=True):
+        if any(trajectory.sample_id != sample.id for trajectory in group):
+            raise ValueError(f"sample {sample.id}: its group holds trajectories of another sample")
+        right = [t for t in group if is_success(t, sample, max_words)]
+        wrong = [t for t in group if not is_success(t, sample, max_words)]
+        report.questions += 1
+        report.all_right += not wrong
+        report.all_wrong += bool(wrong) and not right
+        if right and wrong:
+            pairs.append(Pair(sample, *select_pair(right, wrong)))
+    report.pairs = len(pairs)
+    return pairs
+
+
+def select_pair(right: Sequence[Trajectory], wrong: Sequence[Trajectory]) -> tuple[Trajectory, Trajectory]:
+    """The success with the fewest searches (then tokens), and the failure that parts from it last (METHOD
+    4.2).
+
+    A failure's distance is the length of the query prefix it shares; among equals one that gave an answer
+    comes first, then the shorter.
+    """
+    best = min(right, key=lambda t: (t.num_searches, t.num_tokens, t.member))
+    order = [(-_shared(best, t), t.status is not Status.ANSWERED, t.num_tokens, t.member) for t in wrong]
+    return best, wrong[order.index(min(order))]
+
+
+def reflect(reflector: Reflector, pairs: Sequence[Pair], report: BuildReport) -> list[Experience]:
+    """Level-1 experiences (Eq. 1), one for each pair with an acceptable reply."""
+    prompts, requests = reflector.prompts, []
+    for pair in pairs:
+        question, gold = pair.sample.question, pair.sample.answers[0]
+        traces = [(prompts.trace(pair.right, full), prompts.trace(pair.wrong, full)) for full in (True, False)]
+        wordings = tuple(prompts.reflect(question, gold, right, wrong) for right, wrong in traces)
+        requests.append(Request(wordings, 1, (question,), pair.sample.answers))
+    sources = [((pair.sample.id, pair.sample.question),) for pair in pairs]
+    return _experiences(reflector, requests, prompts.reflect_fields, sources, [()] * len(pairs), report)
+
+
+def abstract(
+    reflector: Reflector,
+    clusters: Sequence[Sequence[Experience]],
+    vectors: Sequence[np.ndarray],  # of each cluster [members, D]
+    level: int,
+    golds: Mapping[str, Sequence[str]],  # sample id -> answers that must not be told
+    report: BuildReport,
+) -> list[Experience]:
+    """Experiences of `level`, one for each cluster (of the level below) with an acceptable reply."""
+    prompts, requests, sources = reflector.prompts, [], []
+    for members, rows in zip(clusters, vectors, strict=True):
+        items = [(members[i].title, members[i].description) for i in representatives(rows, MAX_MEMBERS)]
+        wordings = tuple(prompts.abstract(level, items[:n]) for n in range(len(items), min(2, len(items)) - 1, -1))
+        qa_groups = _sources(members)
+        answers = tuple(gold for qid, _ in qa_groups for gold in golds[qid])
+        requests.append(Request(wordings, level, tuple(question for _, question in qa_groups), answers))
+        sources.append(qa_groups)
+    children = [tuple(member.id for member in members) for members in clusters]
+    return _experiences(reflector, requests, prompts.abstract_fields, sources, children, report)
+
+
+def _experiences(
+    reflector: Reflector,
+    requests: Sequence[Request],
+    fields: Sequence[str],
+    sources: Sequence[tuple[tuple[str, str], ...]],
+    children: Sequence[tuple[str, ...]],
+    report: BuildReport,
+) -> list[Experience]:
+    if not requests:
+        return []
+    level = requests[0].level
+    replies = reflector.ask(requests, fields, report.replies.setdefault(level, Counter()))
+    report.given_up[level] = sum(reply is None for reply in replies)
+    return [
+        Experience(
+            id=f"E{level}-{i:06d}",
+            level=level,
+            type=str(reply.get("type", "mixed")) if level == 1 else ("pattern", "strategy")[level - 2],
+            title=reply["title"],
+            description=reply["description"],
+            tags=tuple(reply["tags"]),
+            thinking=reply.get("thinking", ""),
+            qa_groups=qa_groups,
+            child_ids=child_ids,
+            source_model=report.source_model,
+        )
+        for i, (reply, qa_groups, child_ids) in enumerate(zip(replies, sources, children, strict=True))
+        if reply is not None
+    ]
+
+
+def _merge(
+    entries: Sequence[Experience], encoder: Encoder, threshold: float | None, report: BuildReport
+) -> list[Experience]:
+    """Near duplicates of one type as one entry: the sources of all, the shortest body (METHOD 4.3)."""
+    if threshold is None:
+        return list(entries)
+    groups = near_duplicates(_embed(encoder, entries), [entry.type for entry in entries], threshold)
+    report.merged = len(entries) - len(groups)
+    merged = []
+    for group in groups:
+        members = [entries[i] for i in group]
+        shortest = min((member.description for member in members), key=lambda text: len(text.split()))
+        merged.append(dataclasses.replace(members[0], description=shortest, qa_groups=_sources(members)))
+    return merged
+
+
+def _cluster_level(rows: np.ndarray, level: int, cfg: BuildConfig, report: BuildReport) -> list[list[int]]:
+    """Rows of the clusters that are large enough to be abstracted."""
+    threshold, how = (cfg.threshold_1, cfg.threshold_2)[level - 1], "given"
+    if threshold is None:
+        at_most = report.levels[-1].threshold if report.levels else 1.0
+        threshold, how = calibrate_threshold(rows, level, cfg.linkage, at_most)
+    groups = cluster(rows, threshold, cfg.linkage)
+    report.levels.append(LevelReport(level, threshold, how, [len(group) for group in groups]))
+    return [group for group in groups if len(group) >= cfg.min_cluster]
+
+
+def _adopt(entries: Sequence[Experience], above: Sequence[Experience]) -> list[Experience]:
+    parent = {child_id: entry.id for entry in above for child_id in entry.child_ids}
+    return [dataclasses.replace(entry, parent_id=parent.get(entry.id)) for entry in entries]
+
+
+def _sources(members: Sequence[Experience]) -> tuple[tuple[str, str], ...]:
+    """Every (id, question) behind the members, once each."""
+    return tuple(dict.fromkeys(source for member in members for source in member.qa_groups))
+
+
+def _embed(encoder: Encoder, entries: Sequence[Experience]) -> np.ndarray:
+    return encoder.encode([entry.title for entry in entries], "query")
+
+
+def _shared(a: Trajectory, b: Trajectory) -> int:
+    """Queries that two trajectories have in common at their start."""
+    same = 0
+    for left, right in zip(a.queries, b.queries, strict=False):
+        if left.casefold().split() != right.casefold().split():
+            break
+        same += 1
+    return same
+
+
+def _nothing_to_contrast(report: BuildReport) -> str:
+    easier = "harder" if report.all_right > report.all_wrong else "easier"
+    return (
+        f"no HEK can be built: of {report.questions} questions {report.all_right} were answered rightly "
+        f"every time and {report.all_wrong} never, so none has both a success and a failure; use more questions, a "
+        f"larger rollouts_per_question, a higher temperature or {easier} questions"
+    )

@@ -1,0 +1,96 @@
+"""Outcome reward of a finished trajectory: the training scalar, as opposed to an evaluation score
+(metrics.py).
+
+Only `Trajectory.answer` and `.status` are read. Both come from text that the policy wrote, so an answer that
+stands in a document, in an experience or in the prompt can never score.
+"""
+
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hiexp.config import ConfigError, lookup
+from hiexp.data import Sample
+from hiexp.metrics import METRICS
+from hiexp.trajectory import Status, Trajectory, groups_of
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """The reward is the metric where it is positive, else a floor for a given answer, else 0."""
+
+    metric: str = "f1"
+    """name of a metric (metrics.py) with values in [0, 1]; the paper states only "outcome reward" """
+    format_floor: float = 0.1
+    """reward of an answer that is well formed and wrong; 0 switches it off"""
+
+    def __post_init__(self) -> None:
+        lookup(METRICS, self.metric, "metric")
+        if not 0 <= self.format_floor < 1:
+            raise ConfigError(f"format_floor must lie in [0, 1), got {self.format_floor}; 0 switches it off")
+
+
+def score(
+    trajectories: Sequence[Trajectory], samples: Sequence[Sample], cfg: RewardConfig, group_size: int
+) -> Tensor:
+    """Rewards as [N, G] float32 on the CPU; also sets `trajectory.reward`.
+
+    Siblings are adjacent and groups are in the order of `samples`. Raises ValueError for anything else and
+    for a reward that is not finite; warns once if most trajectories have no answer (a prompt that asks for no
+    tag trains on noise).
+    """
+    rows = []
+    for group, sample in zip(groups_of(trajectories, group_size), samples, strict=True):
+        if group[0].sample_id != sample.id:
+            raise ValueError(f"trajectories of {group[0].sample_id} stand where those of {sample.id} belong")
+        for trajectory in group:
+            trajectory.reward = _reward(trajectory, sample, cfg)
+        rows.append([trajectory.reward for trajectory in group])
+    if no_answer_frac(trajectories) > 0.5:
+        warnings.warn(
+            "more than half of the trajectories have no answer; read some, check the protocol and the limits",
+            stacklevel=2,
+        )
+    return torch.tensor(rows, dtype=torch.float32).reshape(len(samples), group_size)
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """What to log about a step's trajectories; answer_words is a mean over those that have an answer."""
+    words = [len(t.answer.split()) for t in trajectories if has_answer(t)]
+    metrics = {
+        "rollout/no_answer_frac": no_answer_frac(trajectories),
+        "rollout/answer_words": sum(words) / len(words) if words else 0.0,
+        "rollout/turns": _mean(len(t.turns) for t in trajectories),
+        "rollout/searches": _mean(t.num_searches for t in trajectories),
+        "rollout/tokens": _mean(t.num_tokens for t in trajectories),
+    }
+    for status in (Status.OUT_OF_TURNS, Status.TRUNCATED, Status.BROKEN):
+        metrics[f"rollout/{status.value}_frac"] = _mean(t.status is status for t in trajectories)
+    return metrics
+
+
+def has_answer(trajectory: Trajectory) -> bool:
+    """Well formed: it ended with an answer, and the answer is not blank."""
+    return trajectory.status is Status.ANSWERED and bool(trajectory.answer.strip())
+
+
+def no_answer_frac(trajectories: Sequence[Trajectory]) -> float:
+    return _mean(not has_answer(t) for t in trajectories)
+
+
+def _mean(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return sum(numbers) / max(len(numbers), 1)
+
+
+def _reward(trajectory: Trajectory, sample: Sample, cfg: RewardConfig) -> float:
+    if not has_answer(trajectory):
+        return 0.0
+    value = METRICS[cfg.metric](trajectory.answer, sample.answers)
+    if not math.isfinite(value):
+        raise ValueError(f"sample {sample.id}: metric {cfg.metric} is {value} for {trajectory.answer!r}")
+    return value if value > 0 else cfg.format_floor

@@ -1,0 +1,304 @@
+"""The multi-turn loop: samples in, trajectories out, the author of every token recorded as it is born.
+
+Policy ids go from the engine into the trajectory and back into the next prompt untouched; their text is read only to
+decide the next action. Text of the environment is encoded once, piece by piece, where control tokens in documents and
+experience stay plain text. What ends a trajectory:
+
+    answered       a complete answer
+    out_of_turns   `max_turns` without an answer, or more than `max_malformed` turns that asked for nothing
+    truncated      no room left: a turn cut off without an action, an observation that does not fit, a budget of zero
+    broken         the engine sampled an id that is no token
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hiexp.config import ConfigError
+from hiexp.data import Sample
+from hiexp.engine import Completion, Engine, Sampling, decode
+from hiexp.hek import HEK
+from hiexp.protocols import Action, AgentProtocol, Pieces
+from hiexp.sampling import derive_seed
+from hiexp.search import SearchBackend
+from hiexp.trajectory import Document, Segment, Source, Status, Trajectory, Turn
+
+# plain words, so that a word-level tokenizer can know them all
+REPEATED = "this query was already searched so see the earlier result"
+LIMIT = "the search limit is reached so answer now"
+MALFORMED = "no query and no answer was found so write one of them"
+NOTHING_FOUND = "nothing was found"
+OUT_OF_TURNS = "the turn limit is reached"
+NOTICES = (REPEATED, LIMIT, MALFORMED, NOTHING_FOUND)
+"""Every notice that a policy can see; `OUT_OF_TURNS` stands in the record alone."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How trajectories are sampled, and what they may cost."""
+
+    protocol: str = "qwen_tool"
+    """a name in protocols.PROTOCOLS"""
+    group_size: int = 8
+    """trajectories per question (G)"""
+    max_turns: int = 12
+    max_searches: int = 10
+    """queries that are executed per trajectory"""
+    max_malformed: int = 2
+    """turns without query or answer that are forgiven with a notice"""
+    top_k: int = 5
+    """documents per query"""
+    max_document_tokens: int = 160
+    """each document is cut to this"""
+    max_turn_tokens: int = 512
+    max_response_tokens: int = 8192
+    """everything after the prompt, whoever wrote it"""
+    temperature: float = 1.0
+    """0 = greedy"""
+    top_p: float = 0.95
+    strategy_level: Literal[0, 2, 3] = 2
+    """level of the experience in the prompt; 0 = none"""
+    use_cases: bool = True
+    """show level-1 experience beside the documents"""
+    strategy_tokens: int = 256
+    case_tokens: int = 128
+    case_key: Literal["query", "question_query"] = "query"
+    """what a case is looked up by: Eq. 2 embeds the query; with the question before it, it knows the task too"""
+
+    def __post_init__(self) -> None:
+        least = {"max_searches": 0, "max_malformed": 0, "strategy_tokens": 0, "case_tokens": 0}
+        counts = ("group_size", "max_turns", "top_k", "max_document_tokens", "max_turn_tokens", "max_response_tokens")
+        for name, bound in (least | dict.fromkeys(counts, 1)).items():
+            if getattr(self, name) < bound:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least {bound}")
+        Sampling(self.temperature, self.top_p)
+
+
+def run_rollouts(
+    engine: Engine,
+    tokenizer: Any,
+    protocol: AgentProtocol,
+    search: SearchBackend,
+    hek: HEK,
+    samples: Sequence[Sample],
+    cfg: RolloutConfig,
+    seed: int,
+    progress: Callable[[int], Any] | None = None,
+) -> list[Trajectory]:
+    """`group_size` trajectories per sample, siblings adjacent; the same arguments give the same ids.
+
+    Rows are submitted as they become ready; the queries that wait after an engine step go to `search` and `hek` in one
+    call each. `progress` is called with the number of trajectories that ended since its last call.
+    """
+    run = _Run(engine, tokenizer, protocol, search, hek, cfg, seed)
+    rows = run.open(samples)
+    by_key = {row.key: row for row in rows}
+    ready, running, reported = list(rows), len(rows), 0
+    while running:
+        for row in ready:
+            run.submit(row)
+        finished = sorted(engine.step(), key=lambda item: item[0])
+        waiting = [by_key[key] for key, completion in finished if run.receive(by_key[key], completion)]
+        run.observe(waiting)
+        ready = [row for key, _ in finished if (row := by_key[key]).trajectory.status is Status.RUNNING]
+        running = sum(row.trajectory.status is Status.RUNNING for row in rows)
+        if running and not finished:
+            raise RuntimeError(f"the engine returned nothing while {running} trajectories are running")
+        if progress:
+            progress(len(rows) - running - reported)
+            reported = len(rows) - running
+    engine.forget(by_key)
+    return [row.trajectory for row in rows]
+
+
+@dataclass
+class _Row:
+    key: tuple[int, int]
+    sample: Sample
+    trajectory: Trajectory
+    prompt_length: int
+    malformed: int = 0
+    searches: int = 0
+    queries: set[str] = field(default_factory=set)
+    """normalised, those that were executed"""
+    cases: set[str] = field(default_factory=set)
+    """ids of the cases shown so far"""
+    text: str = ""
+    action: Action = field(default_factory=lambda: Action("malformed", ""))
+    """text and action of the newest turn"""
+    closed: int | None = None
+    """the eos that the newest turn ended with, if it did"""
+
+
+class _Run:
+    """What every row of one call shares."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        protocol: AgentProtocol,
+        search: SearchBackend,
+        hek: HEK,
+        cfg: RolloutConfig,
+        seed: int,
+    ) -> None:
+        self.engine, self.tokenizer, self.protocol, self.search, self.hek = engine, tokenizer, protocol, search, hek
+        self.cfg, self.seed = cfg, seed
+        self._encoded: dict[tuple[bool, str], tuple[int, ...]] = {}
+
+    def open(self, samples: Sequence[Sample]) -> list[_Row]:
+        """Plan each question once and open its group."""
+        questions, ids = [sample.question for sample in samples], [sample.id for sample in samples]
+        plans: list[tuple[str, tuple[str, ...]]] = [("", ())] * len(samples)
+        if self.cfg.strategy_level and samples:
+            level, budget = self.cfg.strategy_level, self.cfg.strategy_tokens
+            plans = self.hek.strategy_block(questions, ids, level, self._count, budget)
+        rows = []
+        for i, (sample, (strategy, shown)) in enumerate(zip(samples, plans, strict=True)):
+            prompt = self._segments(self.protocol.prompt(sample.question, strategy, self.tokenizer))
+            for member in range(self.cfg.group_size):
+                trajectory = Trajectory(sample.id, member, self.engine.version, shown)
+                for segment in prompt:
+                    trajectory.append(segment)
+                rows.append(_Row((i, member), sample, trajectory, trajectory.num_tokens))
+        return rows
+
+    def submit(self, row: _Row) -> None:
+        """Ask the engine for the next turn, or end the row when there is no room for one."""
+        room = self._room(row)
+        if room <= 0:
+            row.trajectory.status = Status.TRUNCATED
+            return
+        seed = derive_seed(self.seed, *row.key, len(row.trajectory.turns))
+        sampling = Sampling(self.cfg.temperature, self.cfg.top_p, self.protocol.stop, seed)
+        self.engine.submit(row.key, row.trajectory.token_ids, min(room, self.cfg.max_turn_tokens), sampling)
+
+    def receive(self, row: _Row, completion: Completion) -> bool:
+        """Record a turn and act on it; True when its query waits to be executed."""
+        text = decode(self.tokenizer, completion.token_ids)
+        action = self.protocol.parse(text)
+        kept = _kept(self.tokenizer, completion.token_ids, text, action.end)
+        ids, logprobs = completion.token_ids[:kept], completion.logprobs[:kept]
+        row.trajectory.append(Segment(Source.POLICY, ids, logprobs))
+        row.text, row.action = decode(self.tokenizer, ids) if kept < len(completion.token_ids) else text, action
+        row.closed = ids[-1] if completion.finish == "eos" and kept == len(completion.token_ids) and ids else None
+        status = self._status(row, completion.finish)
+        if status is not Status.RUNNING:
+            unseen = OUT_OF_TURNS if status is Status.OUT_OF_TURNS else ""
+            self._record(row, notice=unseen)
+            row.trajectory.status = status
+            row.trajectory.answer = action.text if status is Status.ANSWERED else ""
+            return False
+        notice = self._refusal(row)
+        if notice:
+            self._reply(row, (), "", (), notice)
+        return not notice
+
+    def observe(self, rows: list[_Row]) -> None:
+        """Execute the queries of all waiting rows in one batch and append what came back."""
+        if not rows:
+            return
+        queries = [row.action.text for row in rows]
+        results = self.search.search(queries, self.cfg.top_k)
+        if len(results) != len(queries):
+            raise ValueError(f"search returned {len(results)} results for {len(queries)} queries")
+        cases: list[tuple[str, tuple[str, ...]]] = [("", ())] * len(rows)
+        if self.cfg.use_cases:
+            keys = queries
+            if self.cfg.case_key == "question_query":
+                keys = [f"{row.sample.question} {query}" for row, query in zip(rows, queries, strict=True)]
+            ids, shown = [row.sample.id for row in rows], [row.cases for row in rows]
+            cases = self.hek.case_block(keys, ids, shown, self._count, self.cfg.case_tokens)
+        for row, found, (case, case_ids) in zip(rows, results, cases, strict=True):
+            row.searches += 1
+            row.queries.add(normalise_query(row.action.text))
+            documents = tuple(dict.fromkeys(found))  # a passage that is indexed twice is shown once
+            self._reply(row, documents, case, case_ids, "" if documents else NOTHING_FOUND)
+
+    def _status(self, row: _Row, finish: str) -> Status:
+        row.malformed += row.action.kind == "malformed"
+        if finish == "broken":
+            return Status.BROKEN
+        if row.action.kind == "answer":
+            return Status.ANSWERED
+        if finish == "length" and row.action.kind == "malformed":
+            return Status.TRUNCATED
+        if len(row.trajectory.turns) + 1 >= self.cfg.max_turns or row.malformed > self.cfg.max_malformed:
+            return Status.OUT_OF_TURNS
+        return Status.RUNNING
+
+    def _refusal(self, row: _Row) -> str:
+        """Why the turn's query is not executed; empty if it is."""
+        if row.action.kind == "malformed":
+            return MALFORMED
+        if row.searches >= self.cfg.max_searches:
+            return LIMIT
+        return REPEATED if normalise_query(row.action.text) in row.queries else ""
+
+    def _reply(
+        self, row: _Row, documents: tuple[Document, ...], case: str, case_ids: tuple[str, ...], notice: str
+    ) -> None:
+        """Append an observation whole, or end the row: half a document is no evidence."""
+        segments = self._segments(self.protocol.observation(documents, case, notice))
+        if segments and row.closed is not None and segments[0].token_ids[0] == row.closed:
+            segments[0] = Segment(segments[0].source, segments[0].token_ids[1:])  # the policy closed its turn itself
+        refused = notice if row.action.kind == "malformed" or notice in (LIMIT, REPEATED) else ""
+        if sum(len(segment.token_ids) for segment in segments) > self._room(row):
+            self._record(row, notice=refused)
+            row.trajectory.status = Status.TRUNCATED
+            return
+        for segment in segments:
+            row.trajectory.append(segment)
+        row.cases.update(case_ids)
+        self._record(row, documents, case_ids, refused)
+
+    def _record(
+        self,
+        row: _Row,
+        documents: tuple[Document, ...] = (),
+        cases: tuple[str, ...] = (),
+        notice: str = "",
+    ) -> None:
+        turn = Turn(row.text, row.action.kind, row.action.text, documents, cases, notice)
+        row.trajectory.turns.append(turn)
+
+    def _room(self, row: _Row) -> int:
+        length = row.trajectory.num_tokens
+        budget = self.cfg.max_response_tokens - (length - row.prompt_length)
+        return min(budget, self.engine.max_length - length)
+
+    def _segments(self, pieces: Pieces) -> list[Segment]:
+        segments = []
+        for source, text in pieces:
+            ids = self._encode(text, source in (Source.DOCUMENT, Source.EXPERIENCE))
+            if source is Source.DOCUMENT:
+                ids = ids[: self.cfg.max_document_tokens]
+            if ids:
+                segments.append(Segment(source, ids))
+        return segments
+
+    def _encode(self, text: str, from_outside: bool) -> tuple[int, ...]:
+        key = (from_outside, text)
+        if key not in self._encoded:
+            encoded = self.tokenizer(text, add_special_tokens=False, split_special_tokens=from_outside)
+            self._encoded[key] = tuple(encoded["input_ids"])
+        return self._encoded[key]
+
+    def _count(self, text: str) -> int:
+        return len(self._encode(text, True))
+
+
+def normalise_query(query: str) -> str:
+    """Equal for queries that differ in case, spacing or punctuation only."""
+    return " ".join(re.findall(r"\w+", query.casefold())) or query.strip()
+
+
+def _kept(tokenizer: Any, ids: Sequence[int], text: str, end: int) -> int:
+    """How many ids hold the action: what begins after the token that completes it is dropped (never acted on)."""
+    count = len(ids)
+    if end < len(text):
+        while count > 1 and decode(tokenizer, ids[: count - 1]).startswith(text[:end]):
+            count -= 1
+    return count

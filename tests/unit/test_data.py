@@ -1,0 +1,324 @@
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hiexp import data
+from hiexp.config import ConfigError
+from hiexp.data import DataError, PromptSampler, Sample
+from hiexp.trajectory import Document
+
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared/data beside the repository")
+ROW = {"id": "a", "question": "Who?", "answers": ["Ada"]}
+
+
+def write(folder: Path, content: str | bytes, name: str = "file.jsonl") -> Path:
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def lines(*records: dict) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def samples(n: int) -> list[Sample]:
+    return [Sample(f"q{i}", f"question {i}", (str(i),)) for i in range(n)]
+
+
+@pytest.mark.parametrize(
+    ("record", "question", "answers"),
+    [
+        (
+            {"id": "5a", "question": " Who? ", "answers": [" Ada ", "Ada", "", None, "A. L."]},
+            "Who?",
+            ("Ada", "A. L."),
+        ),
+        ({"_id": "5a", "question": "Who?", "answer": "Ada"}, "Who?", ("Ada",)),  # HotpotQA, 2Wiki
+        (
+            {"id": "5a", "question": "Who?", "answer": "Ada", "answer_aliases": ["Byron"]},
+            "Who?",
+            ("Ada", "Byron"),
+        ),
+        ({"id": "5a", "question": "Who?", "golden_answers": ["Ada"]}, "Who?", ("Ada",)),  # FlashRAG
+        (
+            {"id": "5a", "Question": "Who?", "answer": ["Ada"], "Answer": "x"},
+            "Who?",
+            ("Ada",),
+        ),  # SimpleDeepSearcher
+        ({"id": "5a", "problem": "1+1?", "answer": 2}, "1+1?", ("2",)),  # AIME25
+        ({"id": "5a", "problem": "0?", "answer": 0}, "0?", ("0",)),
+        ({"id": "5a", "question": "x?", "answer": 142.0}, "x?", ("142",)),  # AMC
+        ({"id": "5a", "question": "x?", "answer": 0.5}, "x?", ("0.5",)),
+        ({"id": "5a", "question": "x?", "final_answer": ["9.6\n"]}, "x?", ("9.6",)),  # OlympiadBench
+        ({"id": "5a", "question": "x?", "ground_truth": "no"}, "x?", ("no",)),
+        (
+            {"id": "5a", "question": "x?", "answers": ["!!!"]},
+            "x?",
+            ("!!!",),
+        ),  # normalises to nothing, still a gold
+    ],
+)
+def test_B79_every_published_spelling_becomes_a_sample(tmp_path, record, question, answers):
+    (sample,) = data.read_samples(write(tmp_path, lines(record)))
+    assert (sample.id, sample.question, sample.answers) == ("5a", question, answers)
+
+
+def test_numbers_are_ids_and_type_is_the_family(tmp_path):
+    path = write(
+        tmp_path, lines(ROW | {"id": 0, "type": "bridge"}, ROW | {"family": "f", "family_group": "g"})
+    )
+    first, second = data.read_samples(path)
+    assert (first.id, first.family, first.family_group) == ("0", "bridge", "")
+    assert (second.family, second.family_group) == ("f", "g")
+
+
+@pytest.mark.parametrize("gold", [[], "", None, [""], ["  ", None], [{"number": "3"}], True, [["Ada"]]])
+def test_B79_a_record_without_a_usable_gold_names_file_line_and_id(tmp_path, gold):
+    path = write(tmp_path, lines(ROW) + "\n" + lines(ROW | {"id": "bad-7", "answers": gold}))
+    with pytest.raises(ValueError, match=r"file\.jsonl:3: sample 'bad-7' has .* gold answer"):
+        data.read_samples(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lines(ROW, {"question": "Who?", "answers": ["x"]}), "file.jsonl:2: no id"),
+        (lines({"id": "a", "answers": ["x"]}), "file.jsonl:1: sample 'a' has no question"),
+        (lines(ROW | {"question": "  "}), "sample 'a' has no question"),
+        (lines(ROW, ROW), "file.jsonl:2: id 'a' was already used at .*file.jsonl:1"),
+        (lines(ROW) + '{"id": "b",\n', "file.jsonl:2: not JSON"),
+        ("Who?,Ada\n", "file.jsonl:1: not JSON"),
+        (lines(ROW) + '"text"\n', "file.jsonl:2: expected a JSON object, got str"),
+        ('[{"id": "a"},\n oops]', "file.jsonl:2: not a JSON list"),
+        ('[{"question": "q", "answers": ["x"]}]', r"file.jsonl\[1\]: no id"),
+        (b'{"id": "\xff"}\n', "not UTF-8"),
+        ("[]", "holds an empty list"),
+        ("", "is empty; expected JSON lines"),
+        ("\n \n", "is empty; expected JSON lines"),
+    ],
+)
+def test_bad_files_are_refused_in_one_line(tmp_path, content, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        data.read_samples(write(tmp_path, content))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt", "a"])
+def test_container_is_known_by_content_not_suffix(tmp_path, name):
+    rows = [ROW, ROW | {"id": "b", "question": "Où ?"}]
+    as_lines = data.read_samples(write(tmp_path, "\ufeff" + lines(*rows), name))
+    as_list = data.read_samples(write(tmp_path, "\ufeff \n" + json.dumps(rows, indent=1), name))
+    one_line = data.read_samples(write(tmp_path, json.dumps(rows, ensure_ascii=False), name))
+    assert as_lines == as_list == one_line
+    assert [s.id for s in as_lines] == ["a", "b"]
+    assert as_lines[1].question == "Où ?"
+
+
+def test_limit_takes_the_first_and_zero_all(tmp_path):
+    path = write(tmp_path, lines(*(ROW | {"id": str(i)} for i in range(5))))
+    assert [s.id for s in data.read_samples(path, 2)] == ["0", "1"]
+    assert len(data.read_samples(path, 9)) == len(data.read_samples(path)) == 5
+
+
+def test_missing_file_suggests_the_nearest_name(tmp_path):
+    write(tmp_path, lines(ROW), "train.jsonl")
+    with pytest.raises(ConfigError, match=r"no such file: .*trian.jsonl; did you mean .*train\.jsonl"):
+        data.read_samples(tmp_path / "trian.jsonl")
+    with pytest.raises(ConfigError, match="there is no folder"):
+        data.read_passages(tmp_path / "nowhere" / "train.jsonl")
+    with pytest.raises(ConfigError, match="its path is empty"):
+        data.read_samples("")
+    with pytest.raises(ConfigError, match="no such file"):
+        data.read_samples(tmp_path)
+
+
+texts = st.text(min_size=1).map(str.strip).filter(bool)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.tuples(texts, texts, st.lists(texts, min_size=1, unique=True)),
+        min_size=1,
+        unique_by=lambda r: r[0],
+    )
+)
+def test_written_samples_are_read_back_equal(tmp_path_factory, rows):
+    written = [Sample(i, q, tuple(a), "family", "group") for i, q, a in rows]
+    path = tmp_path_factory.mktemp("data") / "new" / "s.jsonl"
+    data.write_samples(path, written)
+    assert data.read_samples(path) == written
+    assert [p.name for p in path.parent.iterdir()] == ["s.jsonl"]
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path):
+    path = tmp_path / "s.jsonl"
+    data.write_samples(path, samples(2))
+
+    def broken():
+        yield samples(1)[0]
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(ConfigError, match="No space left"):
+        data.write_samples(path, broken())
+    assert data.read_samples(path) == samples(2)
+    with pytest.raises(ConfigError, match="cannot write"):
+        data.write_samples(path / "below-a-file.jsonl", samples(1))
+
+
+def test_passages(tmp_path):
+    path = write(tmp_path, lines({"id": "p1", "title": " T ", "text": " x "}, {"id": 2, "text": "y"}))
+    assert data.read_passages(path) == [("p1", Document("T", "x")), ("2", Document("", "y"))]
+    for bad in ({"id": "p", "title": "t", "text": ""}, {"id": "p", "text": 3}, {"title": "t", "text": "x"}):
+        with pytest.raises(DataError, match=r"file\.jsonl:1: passage"):
+            data.read_passages(write(tmp_path, lines(bad)))
+    with pytest.raises(DataError, match=r"file\.jsonl:2: id 'p' was already used"):
+        data.read_passages(write(tmp_path, lines(*[{"id": "p", "text": "x"}] * 2)))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 12), st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(0, 3))
+def test_B102_every_sample_is_drawn_once_per_epoch_whatever_the_batch_sizes(size, batches, seed):
+    sampler = PromptSampler(samples(size), seed)
+    drawn = []
+    for n in batches:
+        batch = sampler.next(n)
+        assert len(batch) == n
+        drawn += [sample.id for sample in batch]
+    for start in range(0, len(drawn), size):
+        epoch = drawn[start : start + size]
+        assert len(set(epoch)) == len(epoch)
+
+
+def test_epochs_and_seeds_have_their_own_order():
+    first, second = PromptSampler(samples(50), 0), PromptSampler(samples(50), 1)
+    epochs = [first.next(50), first.next(50), second.next(50)]
+    assert len({tuple(s.id for s in epoch) for epoch in epochs}) == 3
+    assert PromptSampler(samples(50), 0).next(50) == epochs[0]
+
+
+@pytest.mark.parametrize("stop", range(13))
+def test_B99_resume_draws_what_the_uninterrupted_run_draws(stop):
+    """Six batches per epoch; saving after batch 6 is the epoch boundary."""
+    whole = PromptSampler(samples(12), 3)
+    expected = [whole.next(2) for _ in range(12)]
+    interrupted = PromptSampler(samples(12), 3)
+    got = [interrupted.next(2) for _ in range(stop)]
+    state = json.loads(json.dumps(interrupted.state_dict()))
+    resumed = PromptSampler(samples(12), 3)
+    resumed.next(5)  # whatever it did before, the state decides
+    resumed.load_state_dict(state)
+    got += [resumed.next(2) for _ in range(12 - stop)]
+    assert got == expected
+    assert sorted(s.id for batch in got[6:] for s in batch) == sorted(s.id for s in samples(12))
+
+
+def test_resume_refuses_other_data_or_another_seed():
+    state = PromptSampler(samples(12), 3).state_dict()
+    with pytest.raises(ConfigError, match="the samples of the saved run differ"):
+        PromptSampler(samples(11), 3).load_state_dict(state)
+    with pytest.raises(ConfigError, match="the samples of the saved run differ"):
+        PromptSampler(samples(12)[::-1], 3).load_state_dict(state)
+    with pytest.raises(ConfigError, match="the seed of the saved run differ"):
+        PromptSampler(samples(12), 4).load_state_dict(state)
+
+
+def test_sampler_refuses_nothing_and_no_samples():
+    with pytest.raises(ValueError, match="at least one"):
+        PromptSampler(samples(3), 0).next(0)
+    with pytest.raises(ConfigError, match="no training samples"):
+        PromptSampler([], 0)
+
+
+def test_subset_is_nested_ordered_and_seeded():
+    every = samples(20)
+    small, large = data.subset(every, 5, 7), data.subset(every, 11, 7)
+    assert len(small) == 5 and len(large) == 11 and set(small) < set(large)
+    assert small == sorted(small, key=every.index)
+    assert small == data.subset(every, 5, 7) != data.subset(every, 5, 8)
+    assert data.subset(every, 0, 7) == every == data.subset(every, 20, 7)
+    with pytest.raises(ConfigError, match="21 samples asked for, the data has 20"):
+        data.subset(every, 21, 0)
+
+
+def test_B111_overlap_and_leaked_golds_are_counted():
+    train = [Sample("a", "Who wrote  'Emma'?", ("Jane",)), Sample("b", "What is 3 + 4? Answer: 7", ("7",))]
+    test = [Sample("x", "who wrote emma", ("Jane",)), Sample("y", "Is no in Norway?", ("no",))]
+    assert data.shared_questions(train, test) == ["a"]
+    assert data.shared_questions(test, train) == ["x"]
+    assert data.golds_in_questions(train + test) == ["b"]
+    assert data.golds_in_questions([Sample("z", "Is Norway big?", ("Nor", "!!!"))]) == []  # whole words only
+
+
+def test_new_folder_is_whole_or_absent(tmp_path):
+    target = tmp_path / "deep" / "out"
+    with data.new_folder(target) as part:
+        (part / "file").write_text("x")
+        assert not target.exists()
+    assert [p.name for p in target.iterdir()] == ["file"]
+    with pytest.raises(ConfigError, match="already exists and is left as it is"), data.new_folder(target):
+        pytest.fail("must refuse before any work")
+    with pytest.raises(RuntimeError), data.new_folder(tmp_path / "other"):
+        raise RuntimeError
+    with pytest.raises(ConfigError, match="No space left"), data.new_folder(tmp_path / "full"):
+        raise OSError(28, "No space left on device")
+    with pytest.raises(ConfigError, match="cannot write"), data.new_folder(target / "file" / "below"):
+        pytest.fail("must refuse before any work")
+    assert {p.name for p in tmp_path.iterdir()} == {"deep"}
+    assert (target / "file").read_text() == "x"
+
+
+@needs_shared
+def test_real_files_are_read_whole():
+    counts = {
+        "qa/hotpotqa_dev_paras": 685,
+        "qa/musique_dev_1000": 1000,
+        "qa/2wiki_dev_1000": 1000,
+        "qa/bamboogle": 125,
+        "qa/frames": 824,
+        "qa/morehopqa_150": 150,
+        "train/hotpotqa_train_paras_100": 100,
+        "train/r1searcher_stage2": 8148,
+        "math/aime25": 30,
+        "math/olympiadbench": 675,
+    }
+    for name, count in counts.items():
+        path = SHARED / f"{name}.jsonl"
+        if path.is_file():
+            read = data.read_samples(path)
+            assert len(read) == count, name
+            assert all(s.question == s.question.strip() and s.question and all(s.answers) for s in read), name
+
+
+@needs_shared
+def test_real_corpora_and_overlap():
+    assert len(data.read_passages(SHARED / "corpora/hotpotqa_dev_paras.jsonl")) == 6640
+    train = data.read_samples(SHARED / "train/hotpotqa_train_paras_100.jsonl")
+    dev = data.read_samples(SHARED / "qa/hotpotqa_dev_paras.jsonl")
+    assert data.shared_questions(train, dev) == []
+    assert {s.family for s in dev} == {"bridge", "comparison"}
+
+
+@needs_shared
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("hotpotqa_original_migres.jsonl", None),
+        ("musique_original_migres.jsonl", None),
+        ("bamboogle_flashrag.jsonl", 125),
+        ("aime25_arpo.jsonl", 30),
+        ("olympiadbench_qwen.jsonl", None),
+        ("morehopqa.json", None),
+    ],
+)
+def test_B79_published_layouts(name, count):
+    path = SHARED / "raw" / name
+    if not path.is_file():
+        pytest.skip(f"no {name} in ../shared/data/raw")
+    read = data.read_samples(path)
+    assert count is None or len(read) == count
+    assert len({s.id for s in read}) == len(read) > 0

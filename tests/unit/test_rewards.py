@@ -1,0 +1,121 @@
+"""Must fail when documents score, groups may be shuffled, a NaN passes, or the floor is paid for nothing."""
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+
+from hiexp import rewards as rewards_module
+from hiexp.config import ConfigError
+from hiexp.data import Sample
+from hiexp.rewards import RewardConfig, rollout_metrics, score
+from hiexp.trajectory import Document, Segment, Source, Status, Trajectory, Turn
+
+OSLO = Sample("q1", "capital of norway ?", ("Oslo", "Oslo city"))
+
+
+def attempt(answer, status=Status.ANSWERED, sample_id="q1"):
+    return Trajectory(sample_id, answer=answer, status=status)
+
+
+def rewards_of(*trajectories, cfg=None):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return score(list(trajectories), [OSLO], cfg or RewardConfig(), len(trajectories))
+
+
+def test_f1_where_positive_else_floor_else_zero():
+    got = rewards_of(
+        attempt("Oslo city hall"), attempt("OSLO."), attempt("Bern"), attempt("Oslo", Status.OUT_OF_TURNS)
+    )
+    assert got.shape == (1, 4) and str(got.dtype) == "torch.float32"
+    np.testing.assert_allclose(got.numpy(), [[0.8, 1.0, 0.1, 0.0]], rtol=1e-6)
+
+
+def test_each_trajectory_keeps_its_reward():
+    right, wrong = attempt("Oslo"), attempt("Bern")
+    rewards_of(right, wrong, cfg=RewardConfig(metric="em", format_floor=0.0))
+    assert (right.reward, wrong.reward) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("status", [Status.TRUNCATED, Status.BROKEN, Status.OUT_OF_TURNS, Status.RUNNING])
+def test_B04_only_an_ended_answer_counts(status):
+    assert rewards_of(attempt("Oslo", status)).item() == 0.0
+
+
+@pytest.mark.parametrize("answer", ["", "   \n"])
+def test_B06_blank_answers_score_zero_and_are_counted(answer):
+    blank = attempt(answer)
+    got = rewards_of(blank)
+    assert got.item() == 0.0
+    assert rollout_metrics([blank])["rollout/no_answer_frac"] == 1.0
+
+
+def test_B09_a_document_with_the_gold_in_answer_tags_scores_nothing():
+    trap = "<answer> Oslo </answer>"
+    trajectory = Trajectory("q1")
+    trajectory.append(Segment(Source.PROMPT, (1, 2)))
+    trajectory.append(Segment(Source.POLICY, (3,), (-0.5,)))
+    trajectory.append(Segment(Source.DOCUMENT, (4, 5)))
+    trajectory.turns.append(
+        Turn("<search> x </search>", "search", "x", (Document(trap, trap),), ("E1-1",), trap)
+    )
+    for status in Status:
+        trajectory.status = status
+        assert rewards_of(trajectory).item() == 0.0
+
+
+def test_B08_a_run_without_answers_warns():
+    with pytest.warns(UserWarning, match="more than half"):
+        score([attempt("", Status.OUT_OF_TURNS)] * 2, [OSLO], RewardConfig(), 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        score([attempt("", Status.OUT_OF_TURNS), attempt("Bern")], [OSLO], RewardConfig(), 2)
+
+
+def test_groups_must_follow_the_samples():
+    bern = Sample("q2", "capital of switzerland ?", ("Bern",))
+    first, second = (
+        [attempt("Oslo"), attempt("x")],
+        [attempt("Bern", sample_id="q2"), attempt("y", sample_id="q2")],
+    )
+    np.testing.assert_allclose(
+        score([*first, *second], [OSLO, bern], RewardConfig(), 2), [[1, 0.1], [1, 0.1]]
+    )
+    with pytest.raises(ValueError, match="q2 stand where those of q1"):
+        score([*second, *first], [OSLO, bern], RewardConfig(), 2)
+    with pytest.raises(ValueError, match="siblings"):
+        score([first[0], second[0], first[1], second[1]], [OSLO, bern], RewardConfig(), 2)
+    with pytest.raises(ValueError):
+        score(first, [OSLO, bern], RewardConfig(), 2)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_reward_that_is_not_finite_stops_the_run(value, monkeypatch):
+    monkeypatch.setitem(rewards_module.METRICS, "f1", lambda prediction, answers: value)
+    with pytest.raises(ValueError, match=r"sample q1: metric f1 is (nan|inf)"):
+        rewards_of(attempt("Oslo"))
+
+
+def test_rollout_metrics_against_a_computation_by_hand():
+    search = Turn("", "search", "x")
+    trajectories = [attempt("Oslo"), attempt("the old town of Oslo"), attempt("", Status.TRUNCATED)]
+    trajectories[0].turns += [search, search, Turn("", "answer", "Oslo")]
+    trajectories[1].turns += [search, Turn("", "search", "x", notice="searched already")]
+    got = rollout_metrics(trajectories)
+    assert got["rollout/no_answer_frac"] == got["rollout/truncated_frac"] == pytest.approx(1 / 3)
+    assert got["rollout/answer_words"] == pytest.approx((1 + 5) / 2)
+    assert got["rollout/turns"] == pytest.approx(5 / 3)
+    assert got["rollout/searches"] == pytest.approx(3 / 3)
+    assert got["rollout/broken_frac"] == got["rollout/out_of_turns_frac"] == 0
+    assert not any(math.isnan(value) for value in rollout_metrics([]).values())
+
+
+def test_bad_settings_are_told_in_one_line():
+    with pytest.raises(ConfigError, match="did you mean 'em'"):
+        RewardConfig(metric="eme")
+    with pytest.raises(ConfigError, match="format_floor"):
+        RewardConfig(format_floor=1.0)
+    with pytest.raises(ConfigError, match="format_floor"):
+        RewardConfig(format_floor=math.nan)

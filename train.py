@@ -1,0 +1,65 @@
+"""Train a search agent with GRPO (or GSPO), with experience in its rollouts or without.
+
+    python train.py configs/lab.yaml out=runs/grpo                      # no experience
+    python train.py configs/lab.yaml out=runs/hiexp hek.path=runs/hek   # HiExp
+    python train.py --help                                              # every key
+
+`main` is one training run, read from top to bottom; the loop's body is one step (DESIGN 3.4): prompts -> rollouts with
+experience -> rewards -> advantages and update -> new weights for the engine. The loss is hiexp/loss.py.
+"""
+
+import sys
+from pathlib import Path
+
+from hiexp.assemble import Config, load_models, open_agent, open_samples
+from hiexp.checkpoint import save_policy
+from hiexp.config import run_script
+from hiexp.data import PromptSampler
+from hiexp.evaluation import EvalConfig, evaluate
+from hiexp.model import full_parameters
+from hiexp.rewards import rollout_metrics, score
+from hiexp.tracking import RunLog, finish_run, open_run_folder, progress, timed, write_trajectories
+from hiexp.trainer import make_optimizer, update_policy
+
+
+def main(cfg: Config) -> None:
+    samples = open_samples(cfg.data, "train")
+    dev = open_samples(cfg.data, "dev") if cfg.train.dev_every else []
+    agent = open_agent(cfg)
+    out = open_run_folder(cfg.out, cfg)
+    policy, engine_copy, reference = load_models(cfg, with_reference=cfg.loss.kl_coef > 0)
+    agent.start(engine_copy)
+    optimizer = make_optimizer(policy, cfg.optim)
+    sampler = PromptSampler(samples, cfg.seed)
+    shown, metrics = [], {}
+
+    with RunLog(out) as log:
+        for step in progress(range(cfg.train.steps), label=f"train {out.name}", unit="step"):
+            metrics: dict[str, float] = {}
+            prompts = sampler.next(cfg.train.prompts_per_step)
+            with timed(metrics, "rollout"):
+                trajectories = agent.rollout(prompts, seed=cfg.seed * 1_000_003 + step)
+            rewards = score(trajectories, prompts, cfg.reward, cfg.rollout.group_size)
+            with timed(metrics, "update"):
+                metrics |= update_policy(
+                    policy, reference, optimizer, trajectories, rewards, cfg.loss, cfg.optim, cfg.rollout.temperature, out, step
+                )
+                agent.engine.load_weights(full_parameters(policy), version=step + 1)
+
+            metrics |= rollout_metrics(trajectories) | {"reward/mean": rewards.mean().item()}
+            if cfg.train.dev_every and ((step + 1) % cfg.train.dev_every == 0 or step + 1 == cfg.train.steps):
+                with timed(metrics, "dev"):
+                    attempts = agent.rollout(dev, seed=cfg.seed, group_size=1, temperature=0.0)
+                    scores = evaluate(attempts, dev, EvalConfig()).overall.scores
+                    metrics |= {f"dev/{name}": interval.mean for name, interval in scores.items()}
+            if cfg.train.show_every and step % cfg.train.show_every == 0:
+                shown += trajectories
+                write_trajectories(out / "trajectories.jsonl", shown)
+            log.log(step, metrics)
+
+    save_policy(policy, agent.tokenizer, out / "policy")
+    finish_run(out, {"steps": cfg.train.steps, "hek": cfg.hek.path, "policy": str(Path(cfg.out) / "policy"), "last": metrics})
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main, Config, sys.argv[1:], __doc__))
