@@ -1,4 +1,4 @@
-"""Line charts as inline SVG: numbers in, markup out, no drawing library. Colours are CSS classes of the report's page."""
+"""Line charts as inline SVG: numbers in, markup out, no drawing library. Colours are CSS classes of report.css."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,7 @@ MAX_COLUMNS = 240
 """Strips with a tooltip per chart; a longer run shares one among neighbouring steps."""
 
 
-def line_chart(
-    series: Mapping[str, Sequence[Point]], x_label: str, y_label: str, styles: Mapping[str, int]
-) -> str:
+def line_chart(series: Mapping[str, Sequence[Point]], x_label: str, y_label: str, styles: Mapping[str, int]) -> str:
     """One line per named series, thin as measured and thick as trailing mean; `styles` numbers the colours.
 
     Points that are not finite are left out and split the line. Returns "" when nothing is left to draw.
@@ -23,7 +21,7 @@ def line_chart(
     points = [p for run in finite.values() for p in run]
     if not points:
         return ""
-    xs, ys = nice_ticks([x for x, _ in points], whole=True), nice_ticks([y for _, y in points])
+    xs, ys = nice_ticks([x for x, _ in points], 8, whole=True), nice_ticks([y for _, y in points])
     frame = _Frame(min(x for x, _ in points), max(x for x, _ in points), ys[0], ys[-1])
     parts = [f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(y_label)}">']
     parts += _axes(frame, xs, ys, x_label, y_label)
@@ -35,9 +33,7 @@ def line_chart(
 
 def trailing_mean(values: Sequence[float], window: int) -> list[float]:
     """Mean of the last `window` values at each place, of fewer at the start."""
-    return [
-        sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - window + 1) : i + 1])
-    ]
+    return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - window + 1) : i + 1])]
 
 
 def smoothing_window(count: int) -> int:
@@ -78,21 +74,16 @@ def _axes(frame: _Frame, xs: list[float], ys: list[float], x_label: str, y_label
     for value in ys:
         y = frame.y(value)
         parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-        parts.append(
-            f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.4g}</text>'
-        )
+        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.4g}</text>')
     for value in xs:
         if frame.left <= value <= frame.right:
             place = f'x="{frame.x(value):.1f}" y="{HEIGHT - BOTTOM + 17}"'
             parts.append(f'<text class="tick" {place} text-anchor="middle">{value:.6g}</text>')
     middle_x, middle_y = (LEFT + WIDTH - RIGHT) / 2, (TOP + HEIGHT - BOTTOM) / 2
     parts.append(f'<path class="axis" d="M{LEFT} {HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>')
-    parts.append(
-        f'<text class="label" x="{middle_x}" y="{HEIGHT - 5}" text-anchor="middle">{escape(x_label)}</text>'
-    )
-    parts.append(
-        f'<text class="label" transform="translate(13 {middle_y}) rotate(-90)" text-anchor="middle">{escape(y_label)}</text>'
-    )
+    parts.append(f'<text class="label" x="{middle_x}" y="{HEIGHT - 5}" text-anchor="middle">{escape(x_label)}</text>')
+    place = f'transform="translate(13 {middle_y}) rotate(-90)"'
+    parts.append(f'<text class="label" {place} text-anchor="middle">{escape(y_label)}</text>')
     return parts
 
 

@@ -49,7 +49,7 @@ def read_samples(path: str | Path, limit: int = 0) -> list[Sample]:
     """The samples of a file in file order, at most `limit` of them (0 = all).
 
     Raises ConfigError for a missing or empty file and DataError for a record without id, question or gold
-    answer, or with an id seen before. Golds keep their spelling; numbers become text (0 is one, 142.0 is "142").
+    answer, or with an id seen before. Golds keep their spelling; numbers become text (142.0 is "142").
     """
     samples: list[Sample] = []
     lines: dict[str, str] = {}

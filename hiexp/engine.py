@@ -14,29 +14,10 @@ from torch import Tensor
 
 from hiexp.config import ConfigError
 from hiexp.kv_cache import SlotCache
-from hiexp.sampling import sample, uniforms
+from hiexp.sampling import Sampling, sample, uniforms
 
 PREFILL_TOKENS = 1024
 """new tokens of one prefill call: few enough for a core's cache with a tiny model, enough to keep a large one busy"""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How one completion is drawn."""
-
-    temperature: float = 1.0
-    """0 = greedy"""
-    top_p: float = 1.0
-    stop: tuple[str, ...] = ()
-    """strings that end the completion; the token that completes one is kept whole"""
-    seed: int = 0
-    """a row's draw depends on this and the row's own logits, not on the batch it is in"""
-
-    def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ConfigError(f"temperature={self.temperature} must be 0 (greedy) or above")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p={self.top_p} must be in (0, 1]; 1 keeps every token")
 
 
 @dataclass(frozen=True)
@@ -101,6 +82,7 @@ class TorchEngine:
         self._known: dict[int, bool] = {}
         self._closing: dict[tuple[str, ...], dict[int, bool]] = {}
         self._pending: dict[Hashable, _Row] = {}
+        self._cache = SlotCache(model.device)
         self._clear()
 
     def submit(self, key: Hashable, prompt_ids: list[int], max_tokens: int, sampling: Sampling) -> None:
@@ -153,7 +135,7 @@ class TorchEngine:
                 del self._cached[key]
 
     def _clear(self) -> None:
-        self._cache = SlotCache(self.model.device)
+        """Nothing cached belongs to anyone any more; the memory stays, as what is in it is never read."""
         self._keys: list[Hashable | None] = []
         self._slot: dict[Hashable, int] = {}
         self._cached: dict[Hashable, list[int]] = {}
@@ -167,8 +149,7 @@ class TorchEngine:
                 slot = free.pop(0) if free else len(self._keys)
                 self._keys[slot : slot + 1] = [row.key]
                 self._slot[row.key], self._cached[row.key] = slot, []
-        longest = max(len(row.prompt) + row.max_tokens for row in rows)
-        self._cache.reserve(len(self._keys), longest)
+        self._cache.reserve(len(self._keys), max(len(row.prompt) for row in rows))
         holes = [slot for slot in range(len(rows)) if self._keys[slot] not in pending]
         self._swap(holes, [slot for slot in range(len(rows), len(self._keys)) if self._keys[slot] in pending])
 
@@ -223,7 +204,7 @@ class TorchEngine:
 
     def _decode(self, rows: list[_Row], logits: Tensor) -> None:
         """Sample until every row is done. Rows that are done ride along until enough of them can be left behind."""
-        batch = _Batch(rows, self._cache.capacity, self.model.dtype, self.model.device)
+        batch = _Batch(rows, self.model.dtype, self.model.device)
         while True:
             if not bool(torch.isfinite(logits.amax(-1)).all()):
                 raise FloatingPointError(f"non-finite logits from the weights of version {self.version}")
@@ -241,8 +222,9 @@ class TorchEngine:
                 ids = ids[keep]
                 batch.select(keep.tolist())
             positions = batch.advance()
-            rows_index, length = torch.arange(len(batch.rows), device=ids.device), batch.longest + 1
-            self._cache.aim(slice(0, len(batch.rows)), rows_index, positions, length)
+            width, length = len(batch.rows), batch.longest + 1
+            self._cache.reserve(len(self._keys), length)
+            self._cache.aim(slice(0, width), torch.arange(width, device=ids.device), positions, length)
             logits = self._forward(ids[:, None], positions, batch.mask[:, :, :, :length])
 
     def _compact(self, width: int, alive: list[int]) -> Tensor:
@@ -283,15 +265,15 @@ class TorchEngine:
 class _Batch:
     """The tensors of the rows that are being decoded, in slot order."""
 
-    def __init__(self, rows: list[_Row], capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, rows: list[_Row], dtype: torch.dtype, device: torch.device) -> None:
         self.rows = rows
         self.temperature = torch.tensor([row.sampling.temperature for row in rows], device=device)
         self.top_p = torch.tensor([row.sampling.top_p for row in rows], device=device)
         self._seeds = np.array([row.sampling.seed % 2**64 for row in rows], dtype=np.uint64)
         lengths = torch.tensor([[len(row.prompt)] for row in rows], device=device)
-        hidden = torch.arange(capacity, device=device) >= lengths
+        hidden = torch.arange(max(len(row.prompt) + row.max_tokens for row in rows), device=device) >= lengths
         self.mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
-        self.mask = self.mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None, None]  # [n, 1, 1, capacity]
+        self.mask = self.mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None, None]  # [n, 1, 1, window]
         self.longest = 0
 
     def select(self, keep: list[int]) -> None:

@@ -25,12 +25,24 @@ from hiexp.trajectory import Document, Trajectory, groups_of
 
 
 @dataclass(frozen=True)
+class Decoding:
+    """How attempts are drawn: temperature 0 is greedy, as in engine.Sampling."""
+
+    name: str
+    temperature: float
+    top_p: float
+    samples: int
+    """attempts at each question"""
+
+
+@dataclass(frozen=True)
 class EvalConfig:
     """How a model is evaluated."""
 
-    samples_per_question: int = 1
     greedy: bool = True
-    """take the likeliest token; false samples with the two settings below"""
+    """one attempt at each question with the likeliest tokens"""
+    samples_per_question: int = 0
+    """besides, so many attempts drawn with the two settings below"""
     temperature: float = 1.0
     top_p: float = 0.95
     metrics: tuple[str, ...] = ("em", "f1", "cem", "cem_bound", "cem_tokset")
@@ -43,10 +55,11 @@ class EvalConfig:
             lookup(METRICS, name, "metric")
         if not self.metrics:
             raise ConfigError(f"metrics is empty; name some of {', '.join(METRICS)}")
-        if self.samples_per_question < 1:
-            raise ConfigError(f"samples_per_question must be at least 1, got {self.samples_per_question}")
-        if self.greedy and self.samples_per_question > 1:
-            raise ConfigError("greedy samples are all alike; set greedy=false or samples_per_question=1")
+        if self.samples_per_question < 0 or not (self.greedy or self.samples_per_question):
+            raise ConfigError(
+                f"greedy={self.greedy} with samples_per_question={self.samples_per_question} evaluates nothing; set "
+                "greedy=true or samples_per_question to at least 1"
+            )
         if not (self.temperature > 0 and 0 < self.top_p <= 1):
             raise ConfigError(
                 f"need temperature > 0 and 0 < top_p <= 1, got {self.temperature} and {self.top_p}; "
@@ -54,10 +67,11 @@ class EvalConfig:
             )
 
     @property
-    def decoding(self) -> dict[str, float | int]:
-        """Temperature 0 stands for greedy, as in engine.Sampling."""
-        temperature, top_p = (0.0, 1.0) if self.greedy else (self.temperature, self.top_p)
-        return {"temperature": temperature, "top_p": top_p, "samples_per_question": self.samples_per_question}
+    def decodings(self) -> list[Decoding]:
+        """Greedy first, then sampled, as far as they are asked for."""
+        greedy = [Decoding("greedy", 0.0, 1.0, 1)] if self.greedy else []
+        sampled = Decoding("sampled", self.temperature, self.top_p, self.samples_per_question)
+        return [*greedy, *([sampled] if self.samples_per_question else [])]
 
 
 @dataclass(frozen=True)
@@ -117,15 +131,17 @@ class EvalResult:
         return {name: value for name, value in asdict(self).items() if name != "attempts"}
 
 
-def evaluate(trajectories: Sequence[Trajectory], samples: Sequence[Sample], cfg: EvalConfig) -> EvalResult:
-    """Score `cfg.samples_per_question` adjacent siblings per sample, groups in the order of `samples`.
+def evaluate(
+    trajectories: Sequence[Trajectory], samples: Sequence[Sample], cfg: EvalConfig, group_size: int = 1
+) -> EvalResult:
+    """Score `group_size` adjacent siblings per sample, groups in the order of `samples`.
 
     ValueError unless every sample has exactly its trajectories: none dropped with a last batch, none counted
     twice.
     """
     if not samples:
         raise ValueError("there are no samples to evaluate")
-    groups = groups_of(trajectories, cfg.samples_per_question)
+    groups = groups_of(trajectories, group_size)
     got, wanted = [group[0].sample_id for group in groups], [sample.id for sample in samples]
     if got != wanted or len(set(wanted)) != len(wanted):
         off = (Counter(got) - Counter(wanted)) + (Counter(wanted) - Counter(set(got)))
@@ -134,15 +150,11 @@ def evaluate(trajectories: Sequence[Trajectory], samples: Sequence[Sample], cfg:
             f"{', '.join(sorted(off)[:5]) or 'the order differs'}"
         )
     attempts = tuple(
-        _attempt(trajectory, sample, cfg)
-        for group, sample in zip(groups, samples, strict=True)
-        for trajectory in group
+        _attempt(trajectory, sample, cfg) for group, sample in zip(groups, samples, strict=True) for trajectory in group
     )
     overall = _slice(attempts, cfg)
     assert (overall.num_questions, overall.num_samples) == (len(samples), len(trajectories))
-    return EvalResult(
-        overall, _split(attempts, cfg, "family"), _split(attempts, cfg, "family_group"), attempts
-    )
+    return EvalResult(overall, _split(attempts, cfg, "family"), _split(attempts, cfg, "family_group"), attempts)
 
 
 def difference(first: EvalResult, second: EvalResult, metric: str, seed: int = 0) -> Interval:
@@ -164,7 +176,8 @@ def describe_setting(
     encoder: str,
     top_k: int,
     samples: Iterable[Sample],
-    cfg: EvalConfig,
+    decoding: Decoding,
+    seed: int,
 ) -> dict[str, Any]:
     """What a result depends on. `template` is a rendered prompt, `encoder` names the retriever."""
     return {
@@ -176,7 +189,7 @@ def describe_setting(
         "encoder": encoder,
         "top_k": top_k,
         "questions": _hash(f"{s.id}\0{s.question}\0{s.answers}" for s in samples),
-        "decoding": cfg.decoding | {"seed": cfg.seed},
+        "decoding": {**asdict(decoding), "seed": seed},
         "scorer": SCORER_VERSION,
     }
 
@@ -201,7 +214,7 @@ def write_results(
     path.mkdir(parents=True, exist_ok=True)
     arms = list(results)
     for arm in arms[1:]:
-        for line in compare_settings(settings[arms[0]], settings[arm]):
+        for line in compare_settings(settings[arms[0]], settings[arm], ("model", "hek", "decoding")):
             warnings.warn(f"{arms[0]} and {arm} cannot be compared: {line}", stacklevel=2)
     whole = {arm: {"setting": dict(settings[arm]), **results[arm].to_json()} for arm in arms}
     write_json(path / "evaluation.json", whole)
@@ -286,9 +299,7 @@ def _table(slices: Mapping[str, Mapping[str, Slice]]) -> str:
     for name, arm, row in rows:
         scores = [_percent(row.scores[metric]) if metric in row.scores else "" for metric in metrics]
         numbers = [f"{row.answer_words:.1f}", f"{row.searches:.1f}", f"{100 * row.no_answer_frac:.0f}%"]
-        lines.append(
-            [_cell(name), _cell(arm), str(row.num_questions), str(row.num_samples), *scores, *numbers]
-        )
+        lines.append([_cell(name), _cell(arm), str(row.num_questions), str(row.num_samples), *scores, *numbers])
     start = 0 if any(names) else 1
     return "".join("| " + " | ".join(line[start:]) + " |\n" for line in lines)
 

@@ -44,6 +44,8 @@ MAX_MEMBERS = 6
 class BuildConfig:
     """How a HEK is made from rollouts."""
 
+    questions: int = 0
+    """build from a random subset of so many training questions; 0 = all"""
     rollouts_per_question: int = 8
     """K attempts at each question; right and wrong ones must both occur"""
     prompts: str = "full"

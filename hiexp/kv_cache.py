@@ -29,9 +29,10 @@ class SlotCache(Cache):
         """Room for `slots` rows of `length` tokens; contents are kept."""
         if slots <= self.slots and length < self.capacity:
             return
-        old_slots, used = self.slots, max(self.capacity - 1, 0)
+        old_slots, used = self.slots, self.capacity
         self.slots = max(slots, self.slots)
-        self.capacity = max(self.capacity, (length // 64 + 1) * 64)
+        if length >= self.capacity:  # a quarter to spare: growing copies everything
+            self.capacity = (length * 5 // 4 // 64 + 1) * 64
         for store in (self.keys, self.values):
             for layer, old in enumerate(store):
                 store[layer] = self._allocate(old)

@@ -41,8 +41,8 @@ class LabConfig:
     """folder to write"""
     seed: int = 0
     """of the world, the questions, the policy and every later step"""
-    threads: int = 2
-    """threads of the warm start; the demo's later stages run side by side with one each"""
+    threads: int = 1
+    """threads of the warm start (two are slower than one as soon as anything else runs)"""
     config: str = "configs/lab.yaml"
     """settings of the three scripts (demo)"""
     overrides: tuple[str, ...] = ()
@@ -96,7 +96,9 @@ def _policy(cfg: LabConfig) -> None:
 
 
 def _demo(cfg: LabConfig) -> None:
-    run_demo(cfg, write_world, write_policy)
+    run_demo(
+        Path(cfg.out), cfg.config, cfg.seed, cfg.overrides, lambda out: write_world(cfg, out), lambda out: write_policy(cfg, out)
+    )
 
 
 SPLITS = ("train", "dev", "test")

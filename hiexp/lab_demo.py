@@ -1,7 +1,7 @@
-"""The demo: runs the stages of the lab as separate processes, two at a time, and puts their results on one page.
+"""The demo: runs the stages of the lab as processes, two at a time, and puts their results on one page.
 
 Every stage is a command that a user could type; it is printed before it runs and its output is kept in logs/. Nothing
-is computed here that the scripts do not compute: this file starts them, waits, and collects.
+is computed here that the scripts do not compute: this file starts them, waits and collects.
 """
 
 import json
@@ -10,51 +10,206 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from hiexp.config import ConfigError
+from hiexp.assemble import Config
+from hiexp.config import ConfigError, load
 from hiexp.data import read_samples
-from hiexp.hek_prompts import PROMPTS
 from hiexp.model import load_tokenizer
 from hiexp.report import write_report
-from hiexp.tracking import Timer, finish_run, open_run_folder, read_metrics, read_trajectories
+from hiexp.stability import stability_panel
+from hiexp.tracking import finish_run, read_metrics, read_trajectories
 
 ROOT = Path(__file__).resolve().parents[1]
-ARMS = {"base": ("base", "hek_off"), "base_hek": ("base", "hek_on"), "grpo": ("grpo", ""), "grpo_hiexp": ("hiexp", "")}
+ARMS = {"base": "eval_base", "base_hek": "eval_base", "grpo": "eval_grpo", "grpo_hiexp": "eval_grpo_hiexp"}
+"""arm of the summary -> the evaluation it is read from"""
+TRAINED = ("grpo", "grpo_hiexp")
+SHOWN_QUESTIONS = 12
+REFLECTOR = "self (the policy writes its own lessons)"
 
 
 class Stages:
-    """Runs commands as processes, at most two at once, and shows one line of what they are doing."""
+    """Starts commands as processes and tells what they are doing; one thread may call it for each core."""
 
-    def __init__(self, out: Path, config: str, overrides: Sequence[str]) -> None:
-        self.out, self.config, self.overrides = out, config, overrides
-        self.running: dict[str, Path] = {}
-        self.started = time.perf_counter()
+    def __init__(self, out: Path, config: str, seed: int, overrides: Sequence[str]) -> None:
+        self.out, self.started = out, time.perf_counter()
+        self.logs: dict[str, Path] = {}
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        world = out / "world"
+        self.settings = [
+            config,
+            f"seed={seed}",
+            f"eval.seed={seed}",
+            f"model.path={out / 'policy'}",
+            *(f"data.{split}={world / split}.jsonl" for split in ("train", "dev", "test")),
+            f"encoder.path={world / 'encoder.json'}",
+            f"search.corpus=[{world / 'corpus.jsonl'}]",
+            *overrides,
+        ]
+        load(Config, [*self.settings, f"out={out}"])  # a wrong setting is told before anything runs
 
-    def script(self, name: str, script: str, settings: Sequence[str]) -> None:
-        """Run `script` with the lab's settings; RuntimeError with the end of its log if it fails."""
-        command = [sys.executable, script, self.config, f"out={self.out / name}", *settings, *self.overrides]
+    def script(self, name: str, script: str, *settings: str) -> None:
+        """Run one of the three scripts; ConfigError with the last line of its log if it fails."""
+        command = [sys.executable, str(ROOT / script), *self.settings, f"out={self.out / name}", *settings]
         log = self.out / "logs" / f"{name}.log"
         log.parent.mkdir(exist_ok=True)
-        print(f"{self.clock()} {name}: {' '.join(command[1:])}", flush=True)
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-        with log.open("w") as stream:
-            self.running[name] = log
-            code = subprocess.run(command, cwd=ROOT, stdout=stream, stderr=stream, env=environment, check=False).returncode
-        del self.running[name]
+        self.say(f"{name}: {script} {' '.join(settings)}")
+        threads = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        with log.open("w", encoding="utf-8") as stream:
+            stream.write(" ".join(command) + "\n")
+            stream.flush()
+            process = subprocess.Popen(command, stdout=stream, stderr=stream, env=os.environ | threads)
+            self.logs[name], self.processes[name] = log, process
+            code = process.wait()
+        del self.logs[name], self.processes[name]
         if code:
-            raise RuntimeError(f"{name} failed (exit code {code}), the end of {log}:\n{log.read_text()[-2000:]}")
-        print(f"{self.clock()} {name}: done", flush=True)
+            raise ConfigError(f"{name} failed: {_last_line(log)} (all of it: {log})")
+        self.say(f"{name}: done")
+
+    def say(self, text: str) -> None:
+        """One line with the seconds since the start, on top of whatever the status line shows."""
+        print(f"\r\033[K{self.clock()} {text}" if sys.stdout.isatty() else f"{self.clock()} {text}", flush=True)
+
+    def watch(self, futures: Sequence[Future[None]]) -> None:
+        """Wait for all, showing what the running stages say; the first failure ends the others and is raised."""
+        pending = set(futures)
+        try:
+            while pending:
+                done, pending = wait(pending, timeout=1, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+                if sys.stdout.isatty():
+                    status = " | ".join(_last_line(log)[:60] for log in list(self.logs.values()))
+                    print(f"\r\033[K{self.clock()} {status}", end="", flush=True)
+        except BaseException:
+            for future in pending:
+                future.cancel()
+            for process in list(self.processes.values()):
+                process.terminate()
+            raise
 
     def clock(self) -> str:
-        return f"[{time.perf_counter() - self.started:5.0f} s]"
+        return f"[{time.perf_counter() - self.started:4.0f} s]"
 
-    def status(self) -> str:
-        """The newest line of each running stage's log."""
-        lines = []
-        for name, log in list(self.running.items()):
-            text = log.read_text(errors="replace").replace("\r", "\n").strip().splitlines() if log.exists() else []
-            lines.append(text[-1][:90] if text else name)
-        return f"{self.clock()} " + " | ".join(lines)
+
+def run_demo(
+    out: Path,
+    config: str,
+    seed: int,
+    overrides: Sequence[str],
+    write_world: Callable[[Path], None],
+    write_policy: Callable[[Path], dict[str, float]],
+) -> None:
+    """World, policy, HEK, two training arms, three evaluations, summary.json and report.html under `out`."""
+    stages = Stages(out, config, seed, overrides)
+    _keep_old(out, stages)
+    out.mkdir(parents=True)
+    stages.say("world: a fictional encyclopedia and its questions")
+    write_world(out / "world")
+    stages.say("policy: warm start of a tiny transformer on practice traces")
+    write_policy(out / "policy")
+    hek = f"hek.path={out / 'hek' / 'hek'}"
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        build = pool.submit(stages.script, "hek", "build_hek.py")
+        grpo = pool.submit(stages.script, "grpo", "train.py")
+        # each waits only for what was submitted before it, so two workers cannot block each other
+        hiexp = pool.submit(_after, build, stages.script, "grpo_hiexp", "train.py", hek)
+        evaluations = [
+            pool.submit(_after, before, stages.script, f"eval_{name}", "evaluate.py", hek, *model)
+            for name, before, model in (
+                ("base", build, ()),
+                ("grpo", grpo, (f"model.path={out / 'grpo' / 'policy'}",)),
+                ("grpo_hiexp", hiexp, (f"model.path={out / 'grpo_hiexp' / 'policy'}",)),
+            )
+        ]
+        stages.watch([build, grpo, hiexp, *evaluations])
+    _collect(out, seed, stages)
+
+
+def _after(before: Future[None], call: Callable[..., None], *arguments: str) -> None:
+    before.result()
+    call(*arguments)
+
+
+def _keep_old(out: Path, stages: Stages) -> None:
+    """Nothing is ever overwritten: what stands in the demo's place is moved aside."""
+    if not out.exists():
+        return
+    free = next(name for n in range(1, 10_000) if not (name := out.with_name(f"{out.name}-{n}")).exists())
+    out.rename(free)
+    stages.say(f"{out} held an earlier demo; it is now {free}")
+
+
+def _collect(out: Path, seed: int, stages: Stages) -> None:
+    evaluations = {name: json.loads((out / name / "evaluation.json").read_text()) for name in sorted(set(ARMS.values()))}
+    curves = {arm: read_metrics(out / arm) for arm in TRAINED}
+    summary = {
+        "seconds": round(time.perf_counter() - stages.started, 1),
+        "seed": seed,
+        "reflector": REFLECTOR,
+        "arms": {arm: _arm(evaluations[name]) for arm, name in ARMS.items()},
+        "stability": {arm: stability_panel(lines) for arm, lines in curves.items()},
+        "hek": json.loads((out / "hek" / "summary.json").read_text())["entries"],
+    }
+    samples = read_samples(out / "world" / "test.jsonl")
+    shown = {sample.id for sample in samples[:: max(1, len(samples) // SHOWN_QUESTIONS)]}
+    trajectories = {}
+    for arm, name in ARMS.items():
+        attempts = read_trajectories(out / name / f"trajectories_{'hek_off' if arm in ('base', 'grpo') else 'hek_on'}_sampled.jsonl")
+        trajectories[arm] = [t for t in attempts if t.sample_id in shown and t.member == 0]
+    tokenizer = load_tokenizer(str(out / "policy"))
+    write_report(
+        out / "report.html", "HiExp on a CPU", summary, curves, out / "hek" / "hek", trajectories, samples, tokenizer, NOTES
+    )
+    finish_run(out, summary)
+    stages.say(f"finished; the page is {out / 'report.html'}, the numbers are in {out / 'summary.json'}")
+    print(_table(summary["arms"]))
+
+
+def _arm(evaluation: dict[str, Any]) -> dict[str, Any]:
+    """{"hek_off": {em_sampled, em_greedy, f1, cem, by_family_group}, "hek_on": ...}; f1 and cem are of the samples."""
+    arm: dict[str, Any] = {}
+    for store in ("hek_off", "hek_on"):
+        sampled, greedy = evaluation[f"{store}_sampled"], evaluation[f"{store}_greedy"]
+        groups = {
+            group: _scores(sampled["by_family_group"][group], greedy["by_family_group"][group])
+            for group in sampled["by_family_group"]
+        }
+        arm[store] = _scores(sampled["overall"], greedy["overall"]) | {"by_family_group": groups}
+    return arm
+
+
+def _scores(sampled: dict[str, Any], greedy: dict[str, Any]) -> dict[str, float]:
+    means = {name: interval["mean"] for name, interval in sampled["scores"].items()}
+    return {
+        "em_sampled": means["em"],
+        "em_greedy": greedy["scores"]["em"]["mean"],
+        "f1": means["f1"],
+        "cem": means["cem"],
+    }
+
+
+def _table(arms: dict[str, Any]) -> str:
+    lines = [f"{'arm':<12} {'HEK':<4} {'EM sampled':>10} {'EM greedy':>10}   sampled EM by family group"]
+    for arm, stores in arms.items():
+        for store, scores in stores.items():
+            groups = "  ".join(f"{name} {value['em_sampled']:.2f}" for name, value in scores["by_family_group"].items())
+            lines.append(
+                f"{arm:<12} {store.removeprefix('hek_'):<4} {scores['em_sampled']:>10.3f} {scores['em_greedy']:>10.3f}   {groups}"
+            )
+    return "\n".join(lines)
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").replace("\r", "\n").split("\n") if log.exists() else []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+NOTES = (
+    "The policy learned the protocol from practice traces; a part of these teaches it to follow a hint that fits, so some "
+    "of what experience does here is by construction. The right plan of a held-back family was never shown.",
+    "Lessons were written by the policy itself (reflector: self).",
+    "One seed: differences of a few points between arms are noise.",
+)

@@ -71,13 +71,16 @@ def wander(rng: random.Random, family: Family, plan: Plan, has_year: bool) -> Pl
     options = []
     for index, step in enumerate(steps):
         target = attributes_of(kind, has_year)[step]
-        for way in _ways(kind, target, has_year):
-            if way != (step,):
-                options.append(steps[:index] + way + steps[index + 1 :])
+        ways = [way for way in _ways(kind, target, has_year) if way != (step,)]
+        if ways:
+            options.append((index, ways))
         kind = target
     if not options:
         return plan
-    chosen = rng.choice(options)
+    index, ways = rng.choice(options)
+    direct = [way for way in ways if len(way) == 1]
+    way = rng.choice(direct if direct and rng.random() < 0.5 else ways)
+    chosen = steps[:index] + way + steps[index + 1 :]
     return comparison(chosen) if is_comparison else chosen
 
 

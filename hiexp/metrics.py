@@ -38,9 +38,7 @@ def exact_match(prediction: str, answers: Sequence[str]) -> float:
 
 def token_f1(prediction: str, answers: Sequence[str]) -> float:
     """F1 of token multisets; 0 if one side is yes, no or noanswer and the sides differ (HotpotQA's rule)."""
-    return _best(
-        prediction, answers, lambda p, a: 0.0 if p != a and {p, a} & _CLOSED_ANSWERS else _overlap(p, a)
-    )
+    return _best(prediction, answers, lambda p, a: 0.0 if p != a and {p, a} & _CLOSED_ANSWERS else _overlap(p, a))
 
 
 def token_f1_musique(prediction: str, answers: Sequence[str]) -> float:

@@ -34,9 +34,7 @@ class RewardConfig:
             raise ConfigError(f"format_floor must lie in [0, 1), got {self.format_floor}; 0 switches it off")
 
 
-def score(
-    trajectories: Sequence[Trajectory], samples: Sequence[Sample], cfg: RewardConfig, group_size: int
-) -> Tensor:
+def score(trajectories: Sequence[Trajectory], samples: Sequence[Sample], cfg: RewardConfig, group_size: int) -> Tensor:
     """Rewards as [N, G] float32 on the CPU; also sets `trajectory.reward`.
 
     Siblings are adjacent and groups are in the order of `samples`. Raises ValueError for anything else and

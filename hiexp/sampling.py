@@ -1,14 +1,37 @@
-"""Drawing token ids from logits, so that a row's draw depends on its own seed and numbers alone.
+"""How token ids are drawn from logits: a row's draw depends on its own seed and numbers alone.
 
 Letters: n rows, V vocabulary.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hiexp.config import ConfigError
+
 NUCLEUS = 64
 """Top-p looks at this many best tokens and sorts the whole vocabulary only for rows where they hold too little."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one completion is drawn."""
+
+    temperature: float = 1.0
+    """0 = greedy"""
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    """strings that end the completion; the token that completes one is kept whole"""
+    seed: int = 0
+    """a row's draw depends on this and the row's own logits, not on the batch it is in"""
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ConfigError(f"temperature={self.temperature} must be 0 (greedy) or above")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p={self.top_p} must be in (0, 1]; 1 keeps every token")
 
 
 def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:

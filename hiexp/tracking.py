@@ -92,8 +92,9 @@ class RunLog:
         line = {key: value if math.isfinite(value) else None for key, value in values.items()}
         self._file.write(json.dumps({"step": step, **line}) + "\n")
         self._file.flush()
-        if self._tensorboard is not None:
-            self._guard(lambda: [self._tensorboard.add_scalar(k, v, step) for k, v in values.items()])
+        writer = self._tensorboard
+        if writer is not None:
+            self._guard(lambda: [writer.add_scalar(key, value, step) for key, value in values.items()])
 
     def close(self) -> None:
         self._file.close()
@@ -198,9 +199,7 @@ def _probe(folder: Path) -> None:
     """Create the folder and write 64 KB into it, so that a full or read-only disk is known at once."""
     first_missing = next((p for p in reversed(folder.absolute().parents) if not p.exists()), None)
     if first_missing is not None and first_missing.parent == Path(first_missing.anchor):
-        raise ConfigError(
-            f"out={folder}: {first_missing} does not exist; create it or choose another out=..."
-        )
+        raise ConfigError(f"out={folder}: {first_missing} does not exist; create it or choose another out=...")
     probe = folder / ".probe"
     try:
         folder.mkdir(parents=True, exist_ok=True)

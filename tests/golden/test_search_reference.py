@@ -94,7 +94,7 @@ def test_dense_equals_brute_force(count, asked, top_k, seed):
 @pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared/data beside the repository")
 def test_recall_on_real_passages_is_that_of_bm25():
     """data/README.md measured .572 / .757 / .899 at 2 / 5 / 10 with another tokeniser."""
-    corpus = search.read_corpus([SHARED / "corpora/hotpotqa_dev_paras.jsonl"])
+    corpus = read_corpus([SHARED / "corpora/hotpotqa_dev_paras.jsonl"])
     documents = dict(corpus)
     rows = [json.loads(line) for line in (SHARED / "qa/hotpotqa_dev_paras.jsonl").read_text().splitlines()]
     results = BM25Search(corpus).search([row["question"] for row in rows], 10)

@@ -23,9 +23,7 @@ SAMPLED = EvalConfig(samples_per_question=2, greedy=False)
 
 
 def sample(i, family="bridge"):
-    return Sample(
-        f"q{i}", f"question {i} ?", (f"gold {i}",), family, "held_back" if family == "bridge" else "taught"
-    )
+    return Sample(f"q{i}", f"question {i} ?", (f"gold {i}",), family, "held_back" if family == "bridge" else "taught")
 
 
 def attempt(i, answer, status=Status.ANSWERED, member=0):
@@ -42,7 +40,7 @@ def test_means_by_question_and_family_against_numpy():
     answers = ["gold 0", "gold 9", "gold 1", "gold 1", "it is gold 2", ""]
     trajectories = [attempt(i // 2, a, member=i % 2) for i, a in enumerate(answers)]
     trajectories[5].status = Status.TRUNCATED
-    result = evaluate(trajectories, samples, SAMPLED)
+    result = evaluate(trajectories, samples, SAMPLED, group_size=2)
     em = np.array([[1, 0], [1, 1], [0, 0]], float)
     assert result.overall.scores["em"].mean == pytest.approx(em.mean())
     assert result.by_family["bridge"].scores["em"].mean == pytest.approx(em[:2].mean())
@@ -61,7 +59,7 @@ def test_the_interval_draws_questions_not_samples():
     answers = [f"gold {i}" if i % 2 else "wrong" for i in range(40)]
     once = evaluate([attempt(i, a) for i, a in enumerate(answers)], samples, EvalConfig())
     eight = [attempt(i, a, member=m) for i, a in enumerate(answers) for m in range(8)]
-    often = evaluate(eight, samples, EvalConfig(samples_per_question=8, greedy=False))
+    often = evaluate(eight, samples, EvalConfig(), group_size=8)
     assert once.overall.scores["em"] == often.overall.scores["em"]
     half = 1.96 * 0.5 / np.sqrt(40)
     assert once.overall.scores["em"].high - 0.5 == pytest.approx(half, rel=0.2)
@@ -83,7 +81,7 @@ def test_B102_each_question_is_counted_exactly_once(count):
         with pytest.raises(ValueError, match=r"q\d|order"):
             evaluate(given, wanted, EvalConfig())
     with pytest.raises(ValueError, match="siblings"):
-        evaluate(trajectories, samples, EvalConfig(samples_per_question=count + 1, greedy=False))
+        evaluate(trajectories, samples, EvalConfig(), group_size=count + 1)
     with pytest.raises(ValueError, match="no samples"):
         evaluate([], [], EvalConfig())
 
@@ -106,7 +104,7 @@ def test_paired_difference_is_tighter_than_two_intervals():
 def setting(**changes):
     arguments = {
         "model": "tiny", "hek": None, "protocol": "compact", "template": "question : x",
-        "documents": [Document("a", "b")], "encoder": "bm25", "top_k": 3, "samples": [sample(0)], "cfg": EvalConfig(),
+        "documents": [Document("a", "b")], "encoder": "bm25", "top_k": 3, "samples": [sample(0)], "decoding": EvalConfig().decodings[0], "seed": 0,
     }  # fmt: skip
     return describe_setting(**(arguments | changes))
 
@@ -119,7 +117,7 @@ def test_B95_every_setting_is_recorded_and_differences_are_named(tmp_path):
         "encoder": {"encoder": "e5"},
         "top_k": {"top_k": 5},
         "questions": {"samples": [sample(0), sample(1)]},
-        "decoding": {"cfg": SAMPLED},
+        "decoding": {"decoding": SAMPLED.decodings[0]},
     }
     for key, change in changes.items():
         lines = compare_settings(setting(), setting(**change))
@@ -140,9 +138,7 @@ def test_written_results_hold_settings_scores_and_every_sample(tmp_path):
     result = evaluate([attempt(0, "gold 0"), attempt(1, "n\u00e9e <b>")], samples, EvalConfig())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        write_results(
-            tmp_path, {"base": result, "base/hek": result}, {"base": setting(), "base/hek": setting()}
-        )
+        write_results(tmp_path, {"base": result, "base/hek": result}, {"base": setting(), "base/hek": setting()})
     whole = json.loads((tmp_path / "evaluation.json").read_text())
     assert whole["base"]["setting"]["scorer"] and whole["base"]["overall"]["scores"]["em"]["mean"] == 0.5
     lines = [json.loads(line) for line in (tmp_path / "samples_base_hek.jsonl").read_text().splitlines()]
@@ -170,10 +166,11 @@ def test_bad_settings_are_told_in_one_line():
     for changes, message in [
         ({"metrics": ("emm",)}, "did you mean 'em'"),
         ({"metrics": ()}, "metrics is empty"),
-        ({"samples_per_question": 0}, "at least 1"),
-        ({"samples_per_question": 4}, "greedy=false"),
+        ({"greedy": False}, "at least 1"),
+        ({"samples_per_question": -1}, "at least 1"),
         ({"temperature": 0.0}, "greedy=true"),
     ]:
         with pytest.raises(ConfigError, match=message):
             EvalConfig(**changes)
-    assert EvalConfig().decoding["temperature"] == 0 and SAMPLED.decoding["top_p"] == 0.95
+    assert [d.name for d in EvalConfig(samples_per_question=4).decodings] == ["greedy", "sampled"]
+    assert EvalConfig().decodings[0].temperature == 0 and SAMPLED.decodings[0].top_p == 0.95

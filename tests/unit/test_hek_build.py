@@ -160,6 +160,7 @@ def test_B60_B61_string_values_are_left_as_they_are(value):
         ('{"title": "a b", "x": [{"title": "q", "description": "r"}', "truncated"),
         ('{"lesson": {"title": "q", "description": "r"}}', "missing_title"),
         ('{"lesson": {"title": "q", "description": "r"},}', "malformed"),
+        ('{"a": "}", "b": {"title": "q", "description": "r"},}', "malformed"),
         ('{lesson: {"title": "q", "description": "r"}}', "no_object"),
         ('<think>{"title": "a b", "description": "c d"}', "unfinished_thinking"),
         ('[{"titel": "a"}]', "missing_title"),

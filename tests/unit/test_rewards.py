@@ -26,9 +26,7 @@ def rewards_of(*trajectories, cfg=None):
 
 
 def test_f1_where_positive_else_floor_else_zero():
-    got = rewards_of(
-        attempt("Oslo city hall"), attempt("OSLO."), attempt("Bern"), attempt("Oslo", Status.OUT_OF_TURNS)
-    )
+    got = rewards_of(attempt("Oslo city hall"), attempt("OSLO."), attempt("Bern"), attempt("Oslo", Status.OUT_OF_TURNS))
     assert got.shape == (1, 4) and str(got.dtype) == "torch.float32"
     np.testing.assert_allclose(got.numpy(), [[0.8, 1.0, 0.1, 0.0]], rtol=1e-6)
 
@@ -58,9 +56,7 @@ def test_B09_a_document_with_the_gold_in_answer_tags_scores_nothing():
     trajectory.append(Segment(Source.PROMPT, (1, 2)))
     trajectory.append(Segment(Source.POLICY, (3,), (-0.5,)))
     trajectory.append(Segment(Source.DOCUMENT, (4, 5)))
-    trajectory.turns.append(
-        Turn("<search> x </search>", "search", "x", (Document(trap, trap),), ("E1-1",), trap)
-    )
+    trajectory.turns.append(Turn("<search> x </search>", "search", "x", (Document(trap, trap),), ("E1-1",), trap))
     for status in Status:
         trajectory.status = status
         assert rewards_of(trajectory).item() == 0.0
@@ -80,9 +76,7 @@ def test_groups_must_follow_the_samples():
         [attempt("Oslo"), attempt("x")],
         [attempt("Bern", sample_id="q2"), attempt("y", sample_id="q2")],
     )
-    np.testing.assert_allclose(
-        score([*first, *second], [OSLO, bern], RewardConfig(), 2), [[1, 0.1], [1, 0.1]]
-    )
+    np.testing.assert_allclose(score([*first, *second], [OSLO, bern], RewardConfig(), 2), [[1, 0.1], [1, 0.1]])
     with pytest.raises(ValueError, match="q2 stand where those of q1"):
         score([*second, *first], [OSLO, bern], RewardConfig(), 2)
     with pytest.raises(ValueError, match="siblings"):

@@ -215,6 +215,16 @@ def test_control_tokens_of_documents_stay_text(scripted_engine, byte_tokenizer):
     assert trajectory.answer == "Oslo"
 
 
+def test_control_tokens_that_do_not_look_like_tags_stay_text_too(scripted_engine, byte_tokenizer):
+    byte_tokenizer.add_special_tokens({"bos_token": "[STOP]"})
+    hek = HEK.empty()
+    hek.case_block = lambda queries, *_: [("[STOP] and think", ("E1-1",))] * len(queries)
+    (trajectory,) = roll(scripted_engine([query("a"), ANSWER]), ToySearch({"a": [Document("t", "[STOP] here")]}), hek)
+    assert byte_tokenizer.bos_token_id == 258 and 258 not in trajectory.token_ids
+    shown = byte_tokenizer.decode(trajectory.token_ids)
+    assert "[STOP] here" in shown and "[STOP] and think" in shown
+
+
 def test_a_turn_the_policy_closed_itself_is_not_closed_twice(scripted_engine, byte_tokenizer):
     end = byte_tokenizer.eos_token_id
     unsure = byte_tokenizer.encode("hm", add_special_tokens=False)
@@ -310,7 +320,7 @@ def test_sampled_with_the_torch_engine_and_reproduced(byte_tokenizer):
 
     def play(seed):
         engine = TorchEngine(build_tiny_model(), byte_tokenizer)
-        trajectories = roll(engine, samples=samples, group_size=3, max_turn_tokens=12, seed=seed)
+        trajectories = roll(engine, samples=samples, group_size=3, max_turn_tokens=12, max_turns=3, seed=seed)
         assert not engine._cached
         return json.dumps([t.to_json() for t in trajectories])
 

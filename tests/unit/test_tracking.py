@@ -145,9 +145,7 @@ def test_a_failing_tensorboard_warns_once_and_the_run_goes_on(tmp_path, monkeypa
 
 
 def test_trajectories_round_trip_and_are_written_whole(tmp_path):
-    first = Trajectory(
-        "q1", 1, strategies=("E2-1",), status=Status.ANSWERED, answer="Oslo \u2028 x", reward=0.5
-    )
+    first = Trajectory("q1", 1, strategies=("E2-1",), status=Status.ANSWERED, answer="Oslo \u2028 x", reward=0.5)
     first.segments.append(Segment(Source.POLICY, (3, 4), (-0.5, -1.25)))
     first.turns.append(Turn("t", "search", "q", (Document("a", "b"),), ("E1-1",)))
     path = tmp_path / "trajectories.jsonl"
@@ -191,6 +189,4 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(capsys, monkeypatch)
     written = capsys.readouterr()
     lines = written.err.splitlines()
     assert written.out == "" and 2 <= len(lines) <= 6
-    assert (
-        all(line.startswith("rollout:") for line in lines) and "\r" not in written.err and "8/8" in lines[-1]
-    )
+    assert all(line.startswith("rollout:") for line in lines) and "\r" not in written.err and "8/8" in lines[-1]

@@ -22,7 +22,7 @@ from hiexp.trainer import OptimConfig, make_optimizer, sft_step, update_policy
 from hiexp.trajectory import Segment, Source, Trajectory
 
 OPTIM = OptimConfig(lr=1e-2, max_grad_norm=1e9)
-REWARDS = torch.tensor([[0.0, 1.0], [1.0, 1.0], [0.3, 0.9], [0.0, 0.0]])
+REWARDS = torch.tensor([[0.0, 1.0], [1.0, 1.0], [0.0, 0.0], [0.3, 0.9]])
 
 
 def tiny(seed: int = 0) -> Qwen2ForCausalLM:
@@ -335,7 +335,7 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path):
         update(tiny(), groups(), tmp_path, step=3)
     with pytest.raises(ValueError, match="8 trajectories do not fill rewards of shape 4 x 3"):
         update(tiny(), groups(), tmp_path, rewards=torch.zeros(4, 3))
-    with pytest.raises(ValueError, match="the reward of q2 is not finite"):
+    with pytest.raises(ValueError, match="the reward of q3 is not finite"):
         update(tiny(), groups(), tmp_path, rewards=torch.where(REWARDS == 0.9, math.nan, REWARDS))
     with pytest.raises(ConfigError, match="no reference model"):
         update(tiny(), groups(), tmp_path, loss=LossConfig())
