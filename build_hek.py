@@ -27,7 +27,7 @@ def main(cfg: Config) -> None:
     samples = subset(open_samples(cfg.data, "train"), cfg.build.questions, cfg.seed)
     agent, encoder = open_agent(cfg), load_encoder(cfg.encoder)
     out = open_run_folder(cfg.out, cfg)
-    agent.start(load_models(cfg, with_reference=False)[1])
+    engine = agent.start(load_models(cfg, with_reference=False)[1])
 
     times: dict[str, float] = {}
     trajectories = []
@@ -43,7 +43,7 @@ def main(cfg: Config) -> None:
     groups = groups_of(trajectories, cfg.build.rollouts_per_question)
     with timed(times, "build"):
         hek, report = build_hek(
-            agent.engine, agent.tokenizer, encoder, groups, samples, cfg.build, cfg.seed, progress, cfg.model.path
+            engine, agent.tokenizer, encoder, groups, samples, cfg.build, cfg.seed, progress, cfg.model.path
         )
     hek.save(out / "hek")
     (out / "report.md").write_text(report.to_markdown(), encoding="utf-8")

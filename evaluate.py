@@ -9,17 +9,23 @@ the first attempt at each question in trajectories_<arm>.jsonl, and report.html.
 """
 
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
-from hiexp.assemble import Config, load_models, open_agent, open_samples
+from hiexp.assemble import Agent, Config, load_models, open_agent, open_samples
 from hiexp.config import run_script
-from hiexp.evaluation import describe_setting, evaluate, to_markdown, write_results
+from hiexp.data import Sample
+from hiexp.evaluation import Decoding, describe_setting, evaluate, to_markdown, write_results
 from hiexp.hek import HEK
 from hiexp.report import write_report
 from hiexp.search import read_corpus
 from hiexp.tracking import finish_run, open_run_folder, progress, write_trajectories
+from hiexp.trajectory import Trajectory
 
 QUESTIONS_PER_CALL = 64
 SHOWN = 12
+"""trajectories of each arm on the page"""
 
 
 def main(cfg: Config) -> None:
@@ -27,47 +33,58 @@ def main(cfg: Config) -> None:
     agent = open_agent(cfg)
     out = open_run_folder(cfg.out, cfg)
     agent.start(load_models(cfg, with_reference=False)[1])
-    stores = {"hek_off": HEK.empty()} | ({"hek_on": agent.hek} if cfg.hek.path else {})
-    documents = [document for _, document in read_corpus(cfg.search.corpus)] if cfg.search.corpus else []
-    template = agent.tokenizer.decode(agent.rollout(samples[:1], 0, HEK.empty(), group_size=1, max_turns=1)[0].token_ids)
 
+    stores = {"hek_off": HEK.empty()} | ({"hek_on": agent.hek} if cfg.hek.path else {})
     results, settings, shown = {}, {}, {}
-    for store, hek in stores.items():
+    for name, hek in stores.items():
         for decoding in cfg.eval.decodings:
-            arm, attempts = f"{store}_{decoding.name}", []
-            with progress(total=len(samples), label=f"evaluate {arm}", unit="question") as bar:
-                for start in range(0, len(samples), QUESTIONS_PER_CALL):
-                    chunk = samples[start : start + QUESTIONS_PER_CALL]
-                    attempts += agent.rollout(
-                        chunk,
-                        seed=cfg.eval.seed * 1_000_003 + start,
-                        hek=hek,
-                        group_size=decoding.samples,
-                        temperature=decoding.temperature,
-                        top_p=decoding.top_p,
-                    )
-                    bar.update(len(chunk))
+            arm = f"{name}_{decoding.name}"
+            attempts = attempt_all(agent, samples, hek, decoding, cfg.eval.seed, arm)
             results[arm] = evaluate(attempts, samples, cfg.eval, decoding.samples)
-            settings[arm] = describe_setting(
-                model=cfg.model.path,
-                hek=cfg.hek.path if hek is agent.hek else None,
-                protocol=cfg.rollout.protocol,
-                template=template,
-                documents=documents,
-                encoder=agent.encoder.fingerprint if agent.encoder else "none",
-                top_k=cfg.rollout.top_k,
-                samples=samples,
-                decoding=decoding,
-                seed=cfg.eval.seed,
-            )
+            settings[arm] = setting_of(cfg, agent, samples, decoding, hek)
             shown[arm] = attempts[:: decoding.samples]
             write_trajectories(out / f"trajectories_{arm}.jsonl", shown[arm])
+
     write_results(out, results, settings)
-    summary = {"arms": {arm: {name: vars(i) for name, i in r.overall.scores.items()} for arm, r in results.items()}}
+    summary = {"arms": {arm: {"scores": asdict(result.overall)["scores"]} for arm, result in results.items()}}
     few = {arm: attempts[:SHOWN] for arm, attempts in shown.items()}
-    write_report(out / "report.html", f"Evaluation {out}", summary, {}, cfg.hek.path or None, few, samples, agent.tokenizer)
+    page = out / "report.html"
+    write_report(page, f"Evaluation {out}", summary, {}, cfg.hek.path or None, few, samples, agent.tokenizer)
     finish_run(out, summary)
     print(to_markdown(results))
+
+
+def attempt_all(
+    agent: Agent, samples: Sequence[Sample], hek: HEK, decoding: Decoding, seed: int, label: str
+) -> list[Trajectory]:
+    """`decoding.samples` attempts at each question, siblings adjacent, in the order of the questions."""
+    attempts: list[Trajectory] = []
+    draw = {"group_size": decoding.samples, "temperature": decoding.temperature, "top_p": decoding.top_p}
+    with progress(total=len(samples), label=f"evaluate {label}", unit="question") as bar:
+        for start in range(0, len(samples), QUESTIONS_PER_CALL):
+            chunk = samples[start : start + QUESTIONS_PER_CALL]
+            attempts += agent.rollout(chunk, seed=seed * 1_000_003 + start, hek=hek, **draw)
+            bar.update(len(chunk))
+    return attempts
+
+
+def setting_of(
+    cfg: Config, agent: Agent, samples: Sequence[Sample], decoding: Decoding, hek: HEK
+) -> dict[str, Any]:
+    """What this arm's numbers depend on; stored with them."""
+    template = "".join(text for _, text in agent.protocol.prompt("?", "", agent.tokenizer))
+    return describe_setting(
+        model=cfg.model.path,
+        hek=cfg.hek.path if hek is agent.hek and cfg.hek.path else None,
+        protocol=cfg.rollout.protocol,
+        template=template,
+        documents=[document for _, document in read_corpus(cfg.search.corpus)] if cfg.search.corpus else [],
+        encoder=f"{cfg.search.backend} {agent.encoder.fingerprint if agent.encoder else ''}".strip(),
+        top_k=cfg.rollout.top_k,
+        samples=samples,
+        decoding=decoding,
+        seed=cfg.eval.seed,
+    )
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
 """Train a search agent with GRPO (or GSPO), with experience in its rollouts or without.
 
-    python train.py configs/lab.yaml out=runs/grpo                      # no experience
-    python train.py configs/lab.yaml out=runs/hiexp hek.path=runs/hek   # HiExp
-    python train.py --help                                              # every key
+    python train.py configs/lab.yaml out=runs/grpo                             # no experience
+    python train.py configs/lab.yaml out=runs/hiexp hek.path=runs/lab/hek/hek  # HiExp
+    python train.py --help                                                     # every key
 
-`main` is one training run, read from top to bottom; the loop's body is one step (DESIGN 3.4): prompts -> rollouts with
-experience -> rewards -> advantages and update -> new weights for the engine. The loss is hiexp/loss.py.
+`main` is one run, read from top to bottom; the loop's body is one training step: prompts -> rollouts with experience ->
+rewards -> update -> new weights for the engine. The loss is hiexp/loss.py.
 """
 
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 
-from hiexp.assemble import Config, load_models, open_agent, open_samples
+from hiexp.assemble import Agent, Config, load_models, open_agent, open_samples
 from hiexp.checkpoint import save_policy
 from hiexp.config import run_script
-from hiexp.data import PromptSampler
+from hiexp.data import PromptSampler, Sample
 from hiexp.evaluation import EvalConfig, evaluate
 from hiexp.model import full_parameters
 from hiexp.rewards import rollout_metrics, score
@@ -28,10 +28,10 @@ def main(cfg: Config) -> None:
     agent = open_agent(cfg)
     out = open_run_folder(cfg.out, cfg)
     policy, engine_copy, reference = load_models(cfg, with_reference=cfg.loss.kl_coef > 0)
-    agent.start(engine_copy)
+    engine = agent.start(engine_copy)
     optimizer = make_optimizer(policy, cfg.optim)
     sampler = PromptSampler(samples, cfg.seed)
-    shown, metrics = [], {}
+    shown = []
 
     with RunLog(out) as log:
         for step in progress(range(cfg.train.steps), label=f"train {out.name}", unit="step"):
@@ -39,26 +39,32 @@ def main(cfg: Config) -> None:
             prompts = sampler.next(cfg.train.prompts_per_step)
             with timed(metrics, "rollout"):
                 trajectories = agent.rollout(prompts, seed=cfg.seed * 1_000_003 + step)
-            rewards = score(trajectories, prompts, cfg.reward, cfg.rollout.group_size)
+            rewards = score(trajectories, prompts, cfg.reward, cfg.rollout.group_size)  # [N, G]
             with timed(metrics, "update"):
+                temperature = cfg.rollout.temperature
                 metrics |= update_policy(
-                    policy, reference, optimizer, trajectories, rewards, cfg.loss, cfg.optim, cfg.rollout.temperature, out, step
+                    policy, reference, optimizer, trajectories, rewards, cfg.loss, cfg.optim, temperature, out, step
                 )
-                agent.engine.load_weights(full_parameters(policy), version=step + 1)
+                engine.load_weights(full_parameters(policy), version=step + 1)
 
             metrics |= rollout_metrics(trajectories) | {"reward/mean": rewards.mean().item()}
-            if cfg.train.dev_every and ((step + 1) % cfg.train.dev_every == 0 or step + 1 == cfg.train.steps):
-                with timed(metrics, "dev"):
-                    attempts = agent.rollout(dev, seed=cfg.seed, group_size=1, temperature=0.0)
-                    scores = evaluate(attempts, dev, EvalConfig()).overall.scores
-                    metrics |= {f"dev/{name}": interval.mean for name, interval in scores.items()}
+            is_last = step + 1 == cfg.train.steps
+            if cfg.train.dev_every and (is_last or (step + 1) % cfg.train.dev_every == 0):
+                metrics |= validate(agent, dev)
             if cfg.train.show_every and step % cfg.train.show_every == 0:
                 shown += trajectories
                 write_trajectories(out / "trajectories.jsonl", shown)
             log.log(step, metrics)
 
     save_policy(policy, agent.tokenizer, out / "policy")
-    finish_run(out, {"steps": cfg.train.steps, "hek": cfg.hek.path, "policy": str(Path(cfg.out) / "policy"), "last": metrics})
+    finish_run(out, {"steps": cfg.train.steps, "hek": cfg.hek.path, "last": metrics})
+
+
+def validate(agent: Agent, dev: Sequence[Sample]) -> dict[str, float]:
+    """Greedy scores on the dev questions, with the experience that training uses."""
+    attempts = agent.rollout(dev, seed=0, group_size=1, temperature=0.0)
+    scores = evaluate(attempts, dev, EvalConfig()).overall.scores
+    return {f"dev/{name}": interval.mean for name, interval in scores.items()}
 
 
 if __name__ == "__main__":

@@ -90,10 +90,10 @@ class Agent:
     hek: HEK
     engine: Engine | None = None
 
-    def start(self, model: torch.nn.Module) -> "Agent":
+    def start(self, model: torch.nn.Module) -> Engine:
         """Give the agent an engine that samples from `model`, which the engine keeps as its own."""
         self.engine = TorchEngine(model, self.tokenizer)
-        return self
+        return self.engine
 
     def rollout(self, samples: Sequence[Sample], seed: int, hek: HEK | None = None, **changes: Any) -> list[Trajectory]:
         """group_size trajectories a sample, siblings adjacent; `changes` replace fields of RolloutConfig."""

@@ -30,20 +30,23 @@ def load(schema: type[C], argv: Sequence[str]) -> C:
     Raises ConfigError for an unreadable file, an unknown key (the nearest is suggested), a wrong type or value.
     """
     values: dict[str, Any] = {}
-    origin: dict[str, str] = {}
-    for argument in argv:
-        if "=" in argument.split("/")[0] or "=" in argument.rsplit("/", 1)[-1]:
-            key, text = argument.split("=", 1)
-            try:
-                parsed = yaml.safe_load(text) if text else ""
-            except yaml.YAMLError:
-                parsed = text
-            _assign(values, key.strip(), parsed)
-            origin[key.strip()] = "command line"
-        else:
-            _merge(values, read_yaml(argument))
-            origin.setdefault("", argument)
-    return typing.cast(C, _build(schema, values, "", origin))
+    overrides = [argument for argument in argv if _is_override(argument)]
+    for path in argv:
+        if path not in overrides:
+            _merge(values, read_yaml(path))
+    for argument in overrides:
+        key, text = argument.split("=", 1)
+        try:
+            value = yaml.safe_load(text) if text else ""
+        except yaml.YAMLError:
+            value = text
+        _assign(values, key.strip(), value)
+    return typing.cast(C, _build(schema, values, ""))
+
+
+def _is_override(argument: str) -> bool:
+    key, equals, _ = argument.partition("=")
+    return bool(equals) and all(part.isidentifier() for part in key.strip().split("."))
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -144,7 +147,7 @@ def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
             into[key] = value
 
 
-def _build(schema: type, values: Mapping[str, Any], prefix: str, origin: Mapping[str, str]) -> Any:
+def _build(schema: type, values: Mapping[str, Any], prefix: str) -> Any:
     hints, arguments = _hints(schema), {}
     names = [field.name for field in dataclasses.fields(schema)]
     for key in values:
@@ -157,7 +160,7 @@ def _build(schema: type, values: Mapping[str, Any], prefix: str, origin: Mapping
             section = {} if section is None else section
             if not isinstance(section, dict):
                 raise ConfigError(f"{key} is a section (keys: {', '.join(_hints(annotation))}), got {section!r}")  # type: ignore[arg-type]
-            arguments[field.name] = _build(typing.cast(type, annotation), section, f"{key}.", origin)
+            arguments[field.name] = _build(typing.cast(type, annotation), section, f"{key}.")
         elif field.name in values:
             arguments[field.name] = _coerce(annotation, values[field.name], key)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
@@ -165,7 +168,7 @@ def _build(schema: type, values: Mapping[str, Any], prefix: str, origin: Mapping
     try:
         return schema(**arguments)
     except ConfigError as error:
-        raise ConfigError(f"{prefix.rstrip('.') or 'config'}: {error}" if prefix else str(error)) from error
+        raise ConfigError(f"{prefix.rstrip('.')}: {error}" if prefix else str(error)) from error
 
 
 def _unknown(schema: type, prefix: str, key: str, names: list[str]) -> str:

@@ -82,9 +82,7 @@ class TfidfEncoder:
         """Read what `save` wrote; ConfigError when it is missing or something else."""
         file = Path(path)
         if not file.is_file():
-            raise ConfigError(
-                f"no tfidf encoder at {str(path)!r} (encoder.path); build_hek.py writes one beside its HEK"
-            )
+            raise ConfigError(f"no tfidf encoder at {str(path)!r} (encoder.path); fit one and save it there")
         try:
             record = json.loads(file.read_text(encoding="utf-8"))
             return cls(record["vocabulary"], record["idf"])

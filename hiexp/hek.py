@@ -79,6 +79,8 @@ class HEK:
         for level, entries in self.levels.items():
             if len(self.vectors[level]) != len(entries):
                 raise ValueError(f"level {level}: {len(self.vectors[level])} vectors, {len(entries)} experiences")
+        # a matrix product need not give equal columns equal last bits; equal titles must tie
+        self._distinct = {level: _distinct_rows(rows) for level, rows in self.vectors.items()}
         self._hidden = {level: _hidden_rows(entries) for level, entries in self.levels.items()}
 
     @classmethod
@@ -121,8 +123,8 @@ class HEK:
         if not entries or not queries:
             return [[] for _ in queries]
         keys = self._encode(queries)
-        # rounded, so that equal titles tie whatever order a matrix product sums in
-        scores = np.round(cosine(keys, self.vectors[level]), 6)
+        distinct, copy_of = self._distinct[level]
+        scores = cosine(keys, distinct)[:, copy_of]
         least = (self.cfg.case_threshold if level == 1 else self.cfg.strategy_threshold) - SLACK
         found = []
         for i, row in enumerate(scores):
@@ -187,6 +189,12 @@ def fill(hits: Sequence[Hit], count_tokens: Callable[[str], int], budget: int, c
             lines.append(line)
             ids.append(hit.experience.id)
     return "\n".join(lines), tuple(ids)
+
+
+def _distinct_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The rows without repetitions, and for each row which of them it is."""
+    distinct, copy_of = np.unique(rows, axis=0, return_inverse=True)
+    return distinct, copy_of.reshape(-1)
 
 
 def _hidden_rows(entries: Sequence[Experience]) -> dict[str, set[int]]:

@@ -19,7 +19,7 @@ from hiexp.config import ConfigError, load
 from hiexp.data import read_samples
 from hiexp.model import load_tokenizer
 from hiexp.report import write_report
-from hiexp.stability import stability_panel
+from hiexp.run_panel import stability_panel
 from hiexp.tracking import finish_run, read_metrics, read_trajectories
 
 ROOT = Path(__file__).resolve().parents[1]

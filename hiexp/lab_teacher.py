@@ -23,7 +23,7 @@ NOISE = 0.25
 Row = Pieces
 """A trace as labelled text; POLICY pieces are what the model learns to write."""
 
-MIXTURE = {"plain": 0.34, "hint": 0.30, "case": 0.12, "reflect": 0.14, "abstract": 0.10}
+MIXTURE = {"plain": 0.28, "hint": 0.24, "case": 0.24, "reflect": 0.14, "abstract": 0.10}
 
 
 @dataclass
@@ -232,7 +232,7 @@ def plain_row(rng: random.Random) -> Row:
 
 
 def trace(rng: random.Random, practice: Practice, plan: Plan, strategy: str) -> Row:
-    return _prompt(practice, strategy) + _play(Walk(rng, practice).turns(plan), "")
+    return _prompt(practice, strategy) + _play(Walk(rng, practice).turns(plan))
 
 
 def hint_row(rng: random.Random) -> Row:
@@ -251,15 +251,21 @@ def hint_row(rng: random.Random) -> Row:
 
 
 def _hint(rng: random.Random, practice: Practice, plan: Plan) -> str:
-    """A fitting lesson: the same kind of question, perhaps in slightly other words; sometimes only one step of the plan."""
+    """A fitting lesson: mostly the whole plan; sometimes a part of the question and one step that its plan must have."""
+    if rng.random() < 0.12:
+        words = practice.title.split()
+        start = rng.randrange(max(1, len(words) - 5))
+        return lesson_line(" ".join(words[start : start + 5]), rng.choice(plan))
+    return _whole_hint(rng, practice, plan)
+
+
+def _whole_hint(rng: random.Random, practice: Practice, plan: Plan) -> str:
+    """The masked question, perhaps with a word changed or gone, and the plan."""
     words = practice.title.split()
     if rng.random() < 0.3:
         spot = rng.randrange(len(words))
         if words[spot] not in ("someone", "first", "year"):
             words[spot : spot + 1] = [rng.choice(_all_words())] if rng.random() < 0.5 else []
-    if rng.random() < 0.12:
-        start = rng.randrange(max(1, len(words) - 5))
-        return lesson_line(" ".join(words[start : start + 5]), rng.choice(plan))
     return lesson_line(" ".join(words), plan_text(plan, ""))
 
 
@@ -272,29 +278,35 @@ def _misfit(rng: random.Random, family: Family) -> str:
 
 
 def case_row(rng: random.Random) -> Row:
-    """A lesson beside the documents of the first or second search; a fitting one makes the policy plan again."""
-    taught = [f for f in FAMILIES if not f.is_held_back]
-    is_fit = rng.random() < 0.65
+    """Lessons beside the documents, with or without one in the prompt; the first that fits may make the policy plan anew.
+
+    A policy that already follows a fitting plan goes on with it, whatever else it is shown.
+    """
+    is_fit = rng.random() < 0.7
+    family = rng.choice([f for f in FAMILIES if not f.is_held_back] if is_fit else FAMILIES)
+    practice = draw(rng, family)
+    start = plan = habit(rng, family, bool(practice.year))
     if is_fit and rng.random() < 0.5:
         practice, plan = nonsense(rng)
         other = random_plan(rng)[1][:2]
-        is_single = len(practice.subjects) == 1 and not other[0].startswith("one ")
-        start = other if is_single else plan
-    else:
-        family = rng.choice(taught if is_fit else FAMILIES)
-        practice = draw(rng, family)
-        start = plan = habit(rng, family, bool(practice.year))
-        if is_fit and rng.random() < 0.6:
-            start = wander(rng, family, plan, bool(practice.year))
-        if not is_fit:
-            row = _prompt(practice, "")
-            return row + _play(Walk(rng, practice).turns(plan), _misfit(rng, family), rng.randrange(2))
-    walk, hint, row = Walk(rng, practice), _hint(rng, practice, plan), _prompt(practice, "")
-    if start == plan:
-        return row + _play(walk.turns(plan), hint)
-    begun = walk.turns(start)[: rng.choice([1, 1, 2])]
-    begun = [turn for turn in begun if turn[1]]
-    return row + _play(begun, hint, len(begun) - 1) + _play(walk.turns(plan), "")
+        start = other if len(practice.subjects) == 1 and not other[0].startswith("one ") else plan
+    elif is_fit and rng.random() < 0.6:
+        start = wander(rng, family, plan, bool(practice.year))
+    strategy, kind = "", rng.random()
+    if kind < 0.4:
+        strategy, start = (_whole_hint(rng, practice, plan), plan) if is_fit else (_misfit(rng, family), start)
+    elif kind < 0.5:
+        strategy = _misfit(rng, family)
+
+    def lesson() -> str:
+        return _whole_hint(rng, practice, plan) if is_fit else _misfit(rng, family)
+
+    walk, row = Walk(rng, practice), _prompt(practice, strategy)
+    if start != plan:
+        begun = [turn for turn in walk.turns(start)[: rng.choice([1, 1, 2])] if turn[1]]
+        row += _play(begun, [""] * (len(begun) - 1) + [lesson()])
+    turns = walk.turns(plan)
+    return row + _play(turns, [lesson() if rng.random() < 0.8 else "" for _ in turns])
 
 
 def reflect_row(rng: random.Random) -> Row:
@@ -345,12 +357,13 @@ def _prompt(practice: Practice, strategy: str) -> Row:
     return PROTOCOLS["compact"].prompt(practice.question, strategy, None)
 
 
-def _play(turns: Sequence[tuple[str, tuple[Document, ...]]], case: str, at: int = 0) -> Row:
+def _play(turns: Sequence[tuple[str, tuple[Document, ...]]], cases: Sequence[str] = ()) -> Row:
+    """The turns, each with its documents and its case beside them, where it has them."""
     row: Row = []
     for index, (text, documents) in enumerate(turns):
         row.append((Source.POLICY, text))
         if documents:
-            row += PROTOCOLS["compact"].observation(documents, case if index == at else "", "")
+            row += PROTOCOLS["compact"].observation(documents, cases[index] if cases else "", "")
     return row
 
 

@@ -1,64 +1,99 @@
-"""Was training stable? The panel of numbers that answers it, from the lines of a run's metrics.jsonl (METHOD 12.3).
+"""The panel that says whether training is healthy (METHOD 12.3): one float per name and training step.
 
-The variance of normalised advantages is (almost) the share of groups with a signal, so a lower one says nothing about
-noise by itself; that is why the groups without a signal and the raw variance of rewards stand beside it.
+`StepTotals` collects what the updates see, `signal_metrics` what the rewards say, `sampler_metrics` what was trained
+and how well engine and trainer agree. A new line of the panel is a line here.
 """
 
-from collections.abc import Mapping, Sequence
-from statistics import fmean, median, pvariance
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-Metrics = Sequence[Mapping[str, float | None]]
-EDGE = 5
-"""steps that count as the start and as the end of a run"""
+import torch
+from torch import Tensor, nn
+
+from hiexp.batching import Batch
+from hiexp.trajectory import Trajectory
 
 
-def stability_panel(metrics: Metrics) -> dict[str, float]:
-    """Name -> value over the whole run; `_start` and `_end` are means of the first and last five steps.
+@dataclass
+class StepTotals:
+    """Sums over the micro-batches and mini-batches of one training step."""
 
-    Raises ValueError for a run without steps. Keys that a run did not log are left out.
+    sums: dict[str, float] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+    weight: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    cosines: list[float] = field(default_factory=list)
+    skipped: int = 0
+    gradient: Tensor | None = None
+
+    def add(self, values: dict[str, Tensor], weights: Tensor) -> None:
+        self.weight += float(weights.sum())
+        for name, value in values.items():
+            if name.endswith("_max"):
+                self.maxima[name] = max(self.maxima.get(name, -math.inf), float(value.max()))
+            else:
+                self.sums[name] = self.sums.get(name, 0.0) + float((weights * value).sum())
+
+    def add_update(self, policy: nn.Module, loss: float, norm: float) -> None:
+        self.losses.append(loss)
+        self.norms.append(norm)
+        gradients = [parameter.grad for parameter in policy.parameters() if parameter.grad is not None]
+        if sum(gradient.numel() for gradient in gradients) > _COSINE_LIMIT:
+            return
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        if self.gradient is not None:
+            self.cosines.append(float(torch.cosine_similarity(flat, self.gradient, dim=0)))
+        self.gradient = flat
+
+    def metrics(self, max_grad_norm: float) -> dict[str, float]:
+        result = {name: total / self.weight for name, total in self.sums.items()} | self.maxima
+        result["loss/total"] = _mean(self.losses)
+        result["optim/grad_norm"] = _mean(self.norms)
+        result |= {f"optim/grad_norm_{index}": norm for index, norm in enumerate(self.norms)}
+        result["optim/clip_frac"] = _mean([float(norm > max_grad_norm) for norm in self.norms])
+        result["optim/skipped_mini_batches"] = float(self.skipped)
+        if self.cosines:
+            result["optim/grad_cosine"] = _mean(self.cosines)
+        return result
+
+
+def signal_metrics(rewards: Tensor, advantages: Tensor) -> dict[str, float]:
+    """How much the groups have to say (METHOD 12.3); variances are population variances over the whole step.
+
+    A group of identical rewards counts as all right from a reward of one half on, as all wrong below.
     """
-    if not metrics:
-        raise ValueError("no steps were logged")
-    panel: dict[str, float] = {"steps": len(metrics)}
-    reward = _values(metrics, "reward/mean")
-    panel |= {"reward_start": fmean(reward[:EDGE]), "reward_end": fmean(reward[-EDGE:]), "reward_mean": fmean(reward)}
-    norms = _values(metrics, "optim/grad_norm")
-    panel |= {"grad_norm_mean": fmean(norms), "grad_norm_var": pvariance(norms), "grad_norm_spikes": float(spikes(norms))}
-    for name, key in MEANS.items():
-        if values := _values(metrics, key):
-            panel[name] = fmean(values)
-    if entropy := _values(metrics, "loss/entropy"):
-        panel |= {"entropy_start": fmean(entropy[:EDGE]), "entropy_end": fmean(entropy[-EDGE:])}
-    if kl := _values(metrics, "loss/kl"):
-        panel["kl_max"] = max(kl)
-    return panel
+    identical = (rewards == rewards[:, :1]).all(dim=1)
+    right = identical & (rewards[:, 0] >= 0.5)
+    return {
+        "reward/within_group_var": float(rewards.var(dim=1, correction=0).mean()),
+        "advantage/var": float(advantages.var(correction=0)),
+        "group/zero_std_frac": float(identical.float().mean()),
+        "group/all_right_frac": float(right.float().mean()),
+        "group/all_wrong_frac": float((identical & ~right).float().mean()),
+    }
 
 
-def spikes(values: Sequence[float], window: int = 100, limit: float = 5.0) -> int:
-    """How many values exceed the median of the `window` before them by more than `limit` median absolute deviations."""
-    count = 0
-    for index in range(EDGE, len(values)):
-        before = values[max(0, index - window) : index]
-        middle = median(before)
-        spread = median([abs(value - middle) for value in before])
-        count += values[index] > middle + limit * spread
-    return count
+def sampler_metrics(trajectories: Sequence[Trajectory], mini_batches: Sequence[Sequence[Batch]]) -> dict[str, float]:
+    """What was trained, and k3 of KL(sampler || trainer): how far the two disagree about the same weights."""
+    gaps = [
+        batch.old_logprobs - batch.rollout_logprobs
+        for batches in mini_batches
+        for batch in batches
+        if batch.old_logprobs is not None
+    ]
+    gap = torch.cat(gaps) if gaps else torch.zeros(1)
+    return {
+        "rollout/empty_sequences": float(sum(not any(one.response_mask) for one in trajectories)),
+        "rollout/trained_tokens": float(sum(len(one) for one in gaps)),
+        "rollout/mismatch_kl": float((gap.exp() - gap - 1).mean()),
+        "rollout/mismatch_max": float(gap.abs().max()),
+    }
 
 
-def _values(metrics: Metrics, key: str) -> list[float]:
-    return [value for line in metrics if (value := line.get(key)) is not None]
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
 
 
-MEANS = {
-    "within_group_var": "reward/within_group_var",
-    "zero_signal_groups": "group/zero_std_frac",
-    "all_right_groups": "group/all_right_frac",
-    "all_wrong_groups": "group/all_wrong_frac",
-    "advantage_var": "advantage/var",
-    "grad_cosine": "optim/grad_cosine",
-    "clip_frac": "loss/clip_frac",
-    "rollout_cpu_seconds": "time/rollout_cpu",
-    "update_cpu_seconds": "time/update_cpu",
-    "tokens_per_trajectory": "rollout/tokens",
-}
-"""panel name -> logged metric whose mean over the run it is"""
+_COSINE_LIMIT = 100_000_000  # parameters; the cosine keeps a second copy of the gradient

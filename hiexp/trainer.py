@@ -20,7 +20,7 @@ from hiexp.batching import Batch, Row, micro_batches, pack
 from hiexp.config import ConfigError
 from hiexp.loss import LossConfig, group_advantages, policy_loss
 from hiexp.model import kept_logprobs
-from hiexp.stability import StepTotals, sampler_metrics, signal_metrics
+from hiexp.step_metrics import StepTotals, sampler_metrics, signal_metrics
 from hiexp.trajectory import Trajectory
 
 Optimizers = Optimizer | Sequence[Optimizer]

@@ -104,7 +104,8 @@ def test_paired_difference_is_tighter_than_two_intervals():
 def setting(**changes):
     arguments = {
         "model": "tiny", "hek": None, "protocol": "compact", "template": "question : x",
-        "documents": [Document("a", "b")], "encoder": "bm25", "top_k": 3, "samples": [sample(0)], "decoding": EvalConfig().decodings[0], "seed": 0,
+        "documents": [Document("a", "b")], "encoder": "bm25", "top_k": 3, "samples": [sample(0)],
+        "decoding": EvalConfig().decodings[0], "seed": 0,
     }  # fmt: skip
     return describe_setting(**(arguments | changes))
 

@@ -4,6 +4,7 @@ these failed: `>` for `>=`, ties by position, exclusion by any source at level 2
 import json
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -61,10 +62,15 @@ def test_retrieve_equals_brute_force(data):
         return float(np.dot(a, b) / length) if length else 0.0
 
     for i, query in enumerate(queries):
-        scored = [(-round(score(query, key), 5), j) for j, key in enumerate(keys) if f"s{j % 3}" != exclude[i]]
-        expected = [j for s, j in sorted(scored) if -s >= threshold - 1e-4][:top_k] if any(query) else []
-        assert [int(hit.experience.id[3:]) for hit in found[i]] == expected
-        assert all(hit.accepted for hit in found[i])
+        mine = {j: score(query, key) for j, key in enumerate(keys) if f"s{j % 3}" != exclude[i] and any(query)}
+        got = [int(hit.experience.id[3:]) for hit in found[i]]
+        left = [value for j, value in mine.items() if j not in got]
+        assert len(got) <= top_k and set(got) <= set(mine) and all(hit.accepted for hit in found[i])
+        assert [hit.score for hit in found[i]] == pytest.approx([mine[j] for j in got], abs=1e-6)
+        assert all(mine[j] >= threshold - 2e-6 for j in got)
+        assert all(v < threshold if len(got) < top_k else v <= mine[got[-1]] + 2e-6 for v in left)
+        for a, b in pairwise(got):
+            assert mine[a] > mine[b] - 2e-6 and (keys[a] != keys[b] or a < b)
 
 
 def test_B45_threshold_is_inclusive_and_on_cosines():
@@ -85,11 +91,13 @@ def test_B45_threshold_is_inclusive_and_on_cosines():
 def test_equal_titles_come_in_order_of_id_wherever_they_stand(dim, count):
     """A matrix product need not give equal columns equal last bits: at these shapes some of them differ."""
     rng = np.random.default_rng(0)
-    table = {"same": rng.normal(size=dim)}
-    table |= {f"q{i}": table["same"] + 0.3 * rng.normal(size=dim) for i in range(9)}
-    hek = HEK([case(i, "same") for i in rng.permutation(count)], TableEncoder(table))
+    table = {"near": rng.normal(size=dim), "far": rng.normal(size=dim)}
+    table |= {f"q{i}": table["near"] + 0.3 * rng.normal(size=dim) for i in range(9)}
+    entries = [case(i, "far" if i % 3 else "near") for i in rng.permutation(count)]
+    hek = HEK(entries, TableEncoder(table), HEKConfig(case_threshold=-1))
+    order = [i for rest in ((0,), (1, 2)) for i in range(count) if i % 3 in rest]
     for hits in [*hek.retrieve([f"q{i}" for i in range(9)], 1, count), *hek.retrieve(["q0"], 1, count)]:
-        assert ids(hits) == [f"E1-{i:06d}" for i in range(count)]
+        assert ids(hits) == [f"E1-{i:06d}" for i in order]
 
 
 def test_own_question_is_hidden_at_level_1_always_above_only_as_sole_source():

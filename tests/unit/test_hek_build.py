@@ -13,9 +13,10 @@ from hiexp.config import ConfigError
 from hiexp.data import Sample
 from hiexp.encoder import HashEncoder, TfidfEncoder
 from hiexp.engine import Completion, TorchEngine
-from hiexp.hek import HEK
+from hiexp.hek import HEK, Experience
 from hiexp.hek_build import BuildConfig, build_hek, contrastive_pairs, is_success, select_pair
 from hiexp.hek_prompts import PROMPTS, entity_names, full_trace, parse_reply, turn_down
+from hiexp.hek_report import BuildReport, LevelReport
 from hiexp.tracking import progress
 from hiexp.trajectory import Document, Segment, Source, Status, Trajectory, Turn
 
@@ -528,6 +529,20 @@ def test_the_report_counts_every_stage_and_renders():
         "Stopped: 2 entries of level 2",
     ):
         assert piece in page
+
+
+def test_coverage_counts_cases_with_an_ancestor_in_each_level():
+    def entry(name, parent):
+        return Experience(name, int(name[1]), "x", "t", "d", parent_id=parent)
+
+    levels = {
+        1: [entry("E1-0", "E2-0"), entry("E1-1", "E2-0"), entry("E1-2", "E2-1"), entry("E1-3", None)],
+        2: [entry("E2-0", "E3-0"), entry("E2-1", None)],
+        3: [entry("E3-0", None)],
+    }
+    report = BuildReport(levels=[LevelReport(1, 0.9, "given", []), LevelReport(2, 0.8, "given", [])])
+    report.finish(levels)
+    assert [level.coverage for level in report.levels] == [0.75, 0.5] and report.entries == {1: 4, 2: 2, 3: 1}
 
 
 @pytest.mark.parametrize(

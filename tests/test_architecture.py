@@ -1,0 +1,115 @@
+"""The shape of the house: which module may import which, how long a function may be, and that every YAML loads."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from hiexp.assemble import Config
+from hiexp.config import load
+
+ROOT = Path(__file__).resolve().parents[1]
+MODULES = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "hiexp").glob("*.py")}
+
+LAYERS = {
+    0: {"config", "trajectory"},
+    1: {"protocols", "metrics", "data", "encoder", "tracking", "loss", "sampling", "kv_cache", "charts", "lab_world"},
+    2: {"engine", "search", "experience", "hek", "rewards", "batching", "model", "clustering", "hek_prompts"},
+    3: {"rollout", "step_metrics", "trainer", "checkpoint", "hek_report", "reflector", "run_panel"},
+    4: {"hek_build", "evaluation", "report", "report_views", "convert", "lab_teacher"},
+    5: {"assemble", "lab_policy"},
+    6: {"lab_demo"},
+    7: {"lab"},
+}
+"""Imports go down, or sideways within a layer without a circle."""
+AGENT_SIDE = {"protocols", "encoder", "search", "experience", "hek", "rewards", "engine", "rollout", "sampling", "kv_cache"}
+OPTIMISATION_SIDE = {"loss", "batching", "model", "trainer", "step_metrics", "checkpoint"}
+"""The two sides pass trajectories and named tensors, and never import each other."""
+
+
+def imports(tree: ast.Module) -> set[str]:
+    """The modules of hiexp that a file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("hiexp."):
+            names.add(node.module.split(".")[1])
+        elif isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("hiexp.")}
+    return names
+
+
+def packages(tree: ast.Module) -> set[str]:
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.split(".")[0])
+        elif isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+    return names
+
+
+def test_every_module_has_a_layer_and_imports_only_downward():
+    layer = {name: number for number, names in LAYERS.items() for name in names}
+    assert set(MODULES) - {"__init__"} == set(layer)
+    for name, tree in MODULES.items():
+        for other in imports(tree):
+            assert layer[other] <= layer[name], f"{name} (layer {layer[name]}) imports {other} (layer {layer[other]})"
+
+
+def test_imports_have_no_circle():
+    open_, done = [], set()
+
+    def visit(name: str) -> None:
+        assert name not in open_, f"circle: {' -> '.join([*open_, name])}"
+        if name not in done:
+            open_.append(name)
+            for other in imports(MODULES[name]):
+                visit(other)
+            open_.pop()
+            done.add(name)
+
+    for name in MODULES:
+        visit(name)
+
+
+def test_agent_and_optimisation_sides_never_import_each_other():
+    for side, other in ((AGENT_SIDE, OPTIMISATION_SIDE), (OPTIMISATION_SIDE, AGENT_SIDE)):
+        for name in side:
+            assert not imports(MODULES[name]) & other, name
+
+
+def test_text_modules_need_no_torch():
+    for name in ("config", "trajectory", "protocols", "metrics", "data", "hek_prompts", "lab_world", "charts"):
+        assert "torch" not in packages(MODULES[name]), name
+
+
+def test_loss_is_one_page_that_needs_no_other_file():
+    assert imports(MODULES["loss"]) <= {"config"}
+    assert len((ROOT / "hiexp/loss.py").read_text().splitlines()) <= 130
+
+
+@pytest.mark.parametrize("path", [*(ROOT / "hiexp").glob("*.py"), *ROOT.glob("*.py")], ids=lambda path: path.name)
+def test_functions_and_files_are_short(path):
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 400, path
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno:
+            assert node.end_lineno - node.lineno < 60, f"{path.name}: {node.name}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_yaml_loads(path):
+    assert load(Config, [str(path)]).out
+
+
+def test_the_readme_names_only_what_exists():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    code = [line for block in text.split("```")[1::2] for line in block.splitlines()]
+    for line in code:
+        for word in line.split():
+            if word.endswith((".py", ".yaml")) and "/" not in word.removeprefix("configs/").removeprefix("hiexp/"):
+                assert (ROOT / word).exists() or (ROOT / "hiexp" / word).exists(), word
+    targets = {line.split(":")[0] for line in (ROOT / "Makefile").read_text().splitlines() if ":" in line}
+    for line in code:
+        if line.startswith("make "):
+            assert line.split()[1] in targets, line
