@@ -112,6 +112,8 @@ def open_agent(cfg: Config) -> Agent:
     needs_encoder = bool(cfg.hek.path or cfg.search.backend == "dense")
     encoder = load_encoder(cfg.encoder) if needs_encoder else None
     hek = HEK.load(cfg.hek.path, encoder, cfg.hek) if cfg.hek.path and encoder else HEK.empty()
+    if cfg.hek.path and (level := cfg.rollout.strategy_level) and not hek.levels[level]:
+        raise ConfigError(f"HEK {cfg.hek.path} has no entry of rollout.strategy_level={level}; set 0 or another level")
     return Agent(cfg.rollout, tokenizer, protocol, open_search(cfg.search, encoder), encoder, hek)
 
 

@@ -46,7 +46,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausal
         num_key_value_heads=4,
         max_position_embeddings=512,
         tie_word_embeddings=True,
-        attn_implementation="eager",
+        attn_implementation="sdpa",
     )
     model = Qwen2ForCausalLM(config)
     torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.08)  # 0.02 is for widths in the thousands
@@ -80,7 +80,7 @@ def warm_start(model: Qwen2ForCausalLM, tokenizer: Any, cfg: WarmStartConfig, se
     """Teach the policy the protocol from practice traces (lab_teacher.py); returns the last step's metrics."""
     rng, optimizers = random.Random(seed), _optimizers(model, cfg)
     peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
-    optim_cfg, metrics = OptimConfig(lr=cfg.lr, tokens_per_micro_batch=3000), {}
+    optim_cfg, metrics = OptimConfig(lr=cfg.lr, tokens_per_micro_batch=1500), {}
     for step in progress(range(cfg.steps), label="warm start", unit="step"):
         rise, fall = (step + 1) / 20, (cfg.steps - step) / (0.4 * cfg.steps)
         for optimizer, peak in zip(optimizers, peaks, strict=True):

@@ -1,4 +1,4 @@
-"""The numbers that one training step logs about itself (METHOD 12.3); stability.py reads them over a whole run.
+"""The numbers that one training step logs about itself (METHOD 12.3); run_panel.py reads them over a whole run.
 
 `StepTotals` collects what the updates see, `signal_metrics` what the rewards say, `sampler_metrics` what was trained
 and how well engine and trainer agree. A new number is a line here.
