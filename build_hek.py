@@ -4,7 +4,7 @@
     python build_hek.py --help
 
 Sample rollouts of training questions without experience, contrast a success with a failure of each question, let the
-model write the lesson (level 1), cluster the lessons and abstract each cluster into a pattern (level 2) and the patterns
+model write the lesson (level 1), cluster the lessons, abstract each cluster into a pattern (level 2) and the patterns
 into strategies (level 3): paper section 3.1, Algorithm 1. train.py and evaluate.py read the result as hek.path.
 """
 

@@ -68,9 +68,7 @@ def attempt_all(
     return attempts
 
 
-def setting_of(
-    cfg: Config, agent: Agent, samples: Sequence[Sample], decoding: Decoding, hek: HEK
-) -> dict[str, Any]:
+def setting_of(cfg: Config, agent: Agent, samples: Sequence[Sample], decoding: Decoding, hek: HEK) -> dict[str, Any]:
     """What this arm's numbers depend on; stored with them."""
     template = "".join(text for _, text in agent.protocol.prompt("?", "", agent.tokenizer))
     return describe_setting(

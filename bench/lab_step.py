@@ -57,9 +57,7 @@ def measure(cfg: Config, steps: int) -> dict[str, float]:
             trajectories = agent.rollout(prompts, seed=step)
         rewards = score(trajectories, prompts, cfg.reward, cfg.rollout.group_size)
         with timed(metrics, "update"):
-            update_policy(
-                policy, reference, optimizer, trajectories, rewards, cfg.loss, cfg.optim, 1.0, Path("."), step
-            )
+            update_policy(policy, reference, optimizer, trajectories, rewards, cfg.loss, cfg.optim, 1.0, Path(), step)
             engine.load_weights(full_parameters(policy), version=step + 1)
         times.append(metrics)
     rollout = statistics.median(line["time/rollout_cpu"] for line in times[1:])

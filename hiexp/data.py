@@ -56,9 +56,7 @@ def read_samples(path: str | Path, limit: int = 0) -> list[Sample]:
     for where, record in _records(path):
         sample = _sample(record, where)
         if sample.id in lines:
-            raise DataError(
-                f"{where}: id {sample.id!r} was already used at {lines[sample.id]}; ids must be unique"
-            )
+            raise DataError(f"{where}: id {sample.id!r} was already used at {lines[sample.id]}; ids must be unique")
         lines[sample.id] = where
         samples.append(sample)
         if len(samples) == limit:
@@ -100,9 +98,7 @@ def read_passages(path: str | Path) -> list[tuple[str, Document]]:
 def subset(samples: Sequence[Sample], n: int, seed: int) -> list[Sample]:
     """`n` random samples in file order (0 = all); with one seed a larger subset holds every smaller one."""
     if n > len(samples):
-        raise ConfigError(
-            f"{n} samples asked for, the data has {len(samples)}; lower the number or use 0 for all"
-        )
+        raise ConfigError(f"{n} samples asked for, the data has {len(samples)}; lower the number or use 0 for all")
     if n == 0:
         return list(samples)
     chosen = np.random.default_rng(seed).permutation(len(samples))[:n]
@@ -165,9 +161,7 @@ class PromptSampler:
         """Continue from a saved state; ConfigError when it belongs to other data or another seed."""
         for name, now in (("seed", self.seed), ("samples", self._fingerprint())):
             if state[name] != now:
-                raise ConfigError(
-                    f"cannot resume: the {name} of the saved run differ ({state[name]}, now {now})"
-                )
+                raise ConfigError(f"cannot resume: the {name} of the saved run differ ({state[name]}, now {now})")
         self.epoch, self.position = state["epoch"], state["position"]
         self._order = self._epoch_order()
 
@@ -194,9 +188,7 @@ def new_folder(path: str | Path) -> Iterator[Path]:
         yield part
         part.replace(target)
     except OSError as error:
-        raise ConfigError(
-            f"cannot write {target}: {error}; choose a writable folder with enough space"
-        ) from error
+        raise ConfigError(f"cannot write {target}: {error}; choose a writable folder with enough space") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
@@ -212,11 +204,7 @@ def require_file(path: str | Path) -> Path:
         raise ConfigError(f"no such file: {path} (there is no folder {file.parent})")
     names = sorted(p.name for p in file.parent.iterdir() if p.is_file())
     near = difflib.get_close_matches(file.name, names, 1)
-    hint = (
-        f"did you mean {file.parent / near[0]}?"
-        if near
-        else f"files in {file.parent}: {', '.join(names[:5])}"
-    )
+    hint = f"did you mean {file.parent / near[0]}?" if near else f"files in {file.parent}: {', '.join(names[:5])}"
     raise ConfigError(f"no such file: {path}; {hint}")
 
 
@@ -256,9 +244,7 @@ def _list_items(text: str, file: Path) -> Iterator[tuple[str, Any]]:
     try:
         items = json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(
-            f"{file}:{error.lineno}: not a JSON list ({error.msg} at column {error.colno})"
-        ) from error
+        raise DataError(f"{file}:{error.lineno}: not a JSON list ({error.msg} at column {error.colno})") from error
     for number, item in enumerate(items, 1):
         yield f"{file}[{number}]", item
 
@@ -269,20 +255,14 @@ def _sample(record: dict[str, Any], where: str) -> Sample:
         raise DataError(f"{where}: no id; one of {', '.join(ID_KEYS)} must hold it")
     question = _first(record, QUESTION_KEYS)
     if not isinstance(question, str) or not question.strip():
-        raise DataError(
-            f"{where}: sample {key!r} has no question; one of {', '.join(QUESTION_KEYS)} must hold it"
-        )
+        raise DataError(f"{where}: sample {key!r} has no question; one of {', '.join(QUESTION_KEYS)} must hold it")
     golds = _as_list(_first(record, GOLD_KEYS)) + _as_list(record.get("answer_aliases"))
     for gold in golds:
         if isinstance(gold, (dict, list, bool)):
-            raise DataError(
-                f"{where}: sample {key!r} has a gold answer of type {type(gold).__name__}: {gold!r}"
-            )
+            raise DataError(f"{where}: sample {key!r} has a gold answer of type {type(gold).__name__}: {gold!r}")
     answers = tuple(dict.fromkeys(text for text in map(_text, golds) if text))
     if not answers:
-        raise DataError(
-            f"{where}: sample {key!r} has no gold answer; one of {', '.join(GOLD_KEYS)} must hold it"
-        )
+        raise DataError(f"{where}: sample {key!r} has no gold answer; one of {', '.join(GOLD_KEYS)} must hold it")
     family = _text(record.get("family") or record.get("type"))
     return Sample(key, question.strip(), answers, family, _text(record.get("family_group")))
 

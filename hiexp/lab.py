@@ -97,7 +97,12 @@ def _policy(cfg: LabConfig) -> None:
 
 def _demo(cfg: LabConfig) -> None:
     run_demo(
-        Path(cfg.out), cfg.config, cfg.seed, cfg.overrides, lambda out: write_world(cfg, out), lambda out: write_policy(cfg, out)
+        Path(cfg.out),
+        cfg.config,
+        cfg.seed,
+        cfg.overrides,
+        lambda out: write_world(cfg, out),
+        lambda out: write_policy(cfg, out),
     )
 
 

@@ -143,7 +143,9 @@ def _keep_old(out: Path, stages: Stages) -> None:
 
 
 def _collect(out: Path, seed: int, stages: Stages) -> None:
-    evaluations = {name: json.loads((out / name / "evaluation.json").read_text()) for name in sorted(set(ARMS.values()))}
+    evaluations = {
+        name: json.loads((out / name / "evaluation.json").read_text()) for name in sorted(set(ARMS.values()))
+    }
     curves = {arm: read_metrics(out / arm) for arm in TRAINED}
     summary = {
         "seconds": round(time.perf_counter() - stages.started, 1),
@@ -157,11 +159,21 @@ def _collect(out: Path, seed: int, stages: Stages) -> None:
     shown = {sample.id for sample in samples[:: max(1, len(samples) // SHOWN_QUESTIONS)]}
     trajectories = {}
     for arm, name in ARMS.items():
-        attempts = read_trajectories(out / name / f"trajectories_{'hek_off' if arm in ('base', 'grpo') else 'hek_on'}_sampled.jsonl")
+        attempts = read_trajectories(
+            out / name / f"trajectories_{'hek_off' if arm in ('base', 'grpo') else 'hek_on'}_sampled.jsonl"
+        )
         trajectories[arm] = [t for t in attempts if t.sample_id in shown and t.member == 0]
     tokenizer = load_tokenizer(str(out / "policy"))
     write_report(
-        out / "report.html", "HiExp on a CPU", summary, curves, out / "hek" / "hek", trajectories, samples, tokenizer, NOTES
+        out / "report.html",
+        "HiExp on a CPU",
+        summary,
+        curves,
+        out / "hek" / "hek",
+        trajectories,
+        samples,
+        tokenizer,
+        NOTES,
     )
     finish_run(out, summary)
     stages.say(f"finished; the page is {out / 'report.html'}, the numbers are in {out / 'summary.json'}")
@@ -196,9 +208,8 @@ def _table(arms: dict[str, Any]) -> str:
     for arm, stores in arms.items():
         for store, scores in stores.items():
             groups = "  ".join(f"{name} {value['em_sampled']:.2f}" for name, value in scores["by_family_group"].items())
-            lines.append(
-                f"{arm:<12} {store.removeprefix('hek_'):<4} {scores['em_sampled']:>10.3f} {scores['em_greedy']:>10.3f}   {groups}"
-            )
+            means = f"{scores['em_sampled']:>10.3f} {scores['em_greedy']:>10.3f}"
+            lines.append(f"{arm:<12} {store.removeprefix('hek_'):<4} {means}   {groups}")
     return "\n".join(lines)
 
 
@@ -208,8 +219,9 @@ def _last_line(log: Path) -> str:
 
 
 NOTES = (
-    "The policy learned the protocol from practice traces; a part of these teaches it to follow a hint that fits, so some "
-    "of what experience does here is by construction. The right plan of a held-back family was never shown.",
+    "The policy learned the protocol from practice traces. Some of these teach it to follow a hint that fits, so a part of "
+    "what experience does here is by construction; the right plan of a held-back family came up only as rarely as any "
+    "other detour.",
     "Lessons were written by the policy itself (reflector: self).",
     "One seed: differences of a few points between arms are noise.",
 )

@@ -30,7 +30,11 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(PIECE), "removed", invert=True)
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", unk_token="<unk>", eos_token="<end>", clean_up_tokenization_spaces=False
+        tokenizer_object=core,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        eos_token="<end>",
+        clean_up_tokenization_spaces=False,
     )
 
 
@@ -46,10 +50,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausal
         num_key_value_heads=4,
         max_position_embeddings=512,
         tie_word_embeddings=True,
-        attn_implementation="sdpa",
     )
     model = Qwen2ForCausalLM(config)
-    torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.08)  # 0.02 is for widths in the thousands
+    torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.08)  # 0.02 is for widths in the thousands
     return model
 
 

@@ -2,9 +2,10 @@
 
 They come from practice encyclopedias: every trace draws fresh names for its entities, so that only reading, copying and
 planning can be learned, no fact. What is taught: the protocol; to plan, search, read and answer; to follow a hint whose
-title fits the question and to ignore one that does not; to write a lesson from two traces and to merge lessons. What is
-not taught is the right plan of a held-back family: its questions are shown with the trap, and every family's plan wanders
-off to another way through the graph of attributes with probability NOISE, which is all the exploration RL starts with.
+title fits the question and to ignore one that does not; to write a lesson from two traces and to merge lessons. What
+is not taught is the right plan of a held-back family: its questions are shown with the trap, and every family's plan
+wanders off to another way through the graph of attributes with probability NOISE, which is all the exploration that RL
+starts with.
 """
 
 import random
@@ -113,7 +114,7 @@ def random_plan(rng: random.Random) -> tuple[str, Plan]:
     """A walk through the attributes from a random type, for questions that mean nothing."""
     if rng.random() < 0.15:
         kind = rng.choice(["person", "film"])
-        steps: Plan = rng.choice([w for w in _ways(kind, "year", False)])
+        steps: Plan = rng.choice(_ways(kind, "year", False))
         return kind, comparison(steps)
     start = kind = rng.choice([k for k in ATTRIBUTES if k != "remake"])
     steps = ()
@@ -251,7 +252,7 @@ def hint_row(rng: random.Random) -> Row:
 
 
 def _hint(rng: random.Random, practice: Practice, plan: Plan) -> str:
-    """A fitting lesson: mostly the whole plan; sometimes a part of the question and one step that its plan must have."""
+    """A fitting lesson: mostly the whole plan; sometimes a part of the question and one step of its plan."""
     if rng.random() < 0.12:
         words = practice.title.split()
         start = rng.randrange(max(1, len(words) - 5))
@@ -278,7 +279,7 @@ def _misfit(rng: random.Random, family: Family) -> str:
 
 
 def case_row(rng: random.Random) -> Row:
-    """Lessons beside the documents, with or without one in the prompt; the first that fits may make the policy plan anew.
+    """Lessons beside the documents, with or without one in the prompt; one that fits can make the policy plan anew.
 
     A policy that already follows a fitting plan goes on with it, whatever else it is shown.
     """
@@ -325,7 +326,10 @@ def reflect_row(rng: random.Random) -> Row:
     good.turns(right)
     bad.turns(wrong)
     prompt = PROMPTS["compact"].reflect(
-        question=practice.question, gold=good.answer, right=[*good.queries, good.answer], wrong=[*bad.queries, bad.answer]
+        question=practice.question,
+        gold=good.answer,
+        right=[*good.queries, good.answer],
+        wrong=[*bad.queries, bad.answer],
     )
     return [(Source.PROMPT, prompt), (Source.POLICY, _lesson(practice.title, plan_text(right, "")))]
 

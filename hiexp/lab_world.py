@@ -271,7 +271,7 @@ def fact_text(entity: str, attribute: str, value: str) -> str:
 
 def name_pool(count: int) -> list[str]:
     """Distinct invented names, the same for every world (the tokenizer is built from them)."""
-    onsets, vowels, codas = "b d f g k l m n p r s t v z".split(), "a e i o u".split(), "n r l x m s".split()
+    onsets, vowels, codas = "bdfgklmnprstvz", "aeiou", "nrlxms"
     names = ["".join(p).capitalize() for p in itertools.product(onsets, vowels, onsets, vowels, codas)]
     random.Random(4242).shuffle(names)
     return names[:count]
@@ -313,8 +313,9 @@ def _add_facts(world: World, rng: random.Random, kind: str, entity: str, attribu
         else:
             concrete = [attribute]
         for name in concrete:
+            # the first and the current holder of an office differ: the trap must not be right by luck
             value = rng.choice([v for v in world.entities[target] if v not in used])
-            used.add(value)  # the first and the current holder of an office differ: the trap must not be right by luck
+            used.add(value)
             world.facts[entity, name] = value
 
 

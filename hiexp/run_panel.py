@@ -23,7 +23,11 @@ def stability_panel(metrics: Metrics) -> dict[str, float]:
     reward = _values(metrics, "reward/mean")
     panel |= {"reward_start": fmean(reward[:EDGE]), "reward_end": fmean(reward[-EDGE:]), "reward_mean": fmean(reward)}
     norms = _values(metrics, "optim/grad_norm")
-    panel |= {"grad_norm_mean": fmean(norms), "grad_norm_var": pvariance(norms), "grad_norm_spikes": float(spikes(norms))}
+    panel |= {
+        "grad_norm_mean": fmean(norms),
+        "grad_norm_var": pvariance(norms),
+        "grad_norm_spikes": float(spikes(norms)),
+    }
     for name, key in MEANS.items():
         if values := _values(metrics, key):
             panel[name] = fmean(values)

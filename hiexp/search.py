@@ -164,9 +164,7 @@ class DenseSearch:
             if manifest.get(key) != now:
                 raise ConfigError(f"{manifest_file}: {key} is {manifest.get(key)!r}, now {now!r}; {remedy}")
         if vectors.shape != (manifest["count"], manifest["dimension"]):
-            raise ConfigError(
-                f"{folder}/vectors.npy has shape {vectors.shape}, not that of its manifest; {remedy}"
-            )
+            raise ConfigError(f"{folder}/vectors.npy has shape {vectors.shape}, not that of its manifest; {remedy}")
         return cls(passages, encoder, vectors)
 
 

@@ -57,7 +57,8 @@ class Segment:
     def __post_init__(self) -> None:
         wanted = len(self.token_ids) if self.source is Source.POLICY else 0
         if len(self.logprobs) != wanted:
-            raise ValueError(f"{self.source.value} segment of {len(self.token_ids)} tokens needs {wanted} log-probs, got {len(self.logprobs)}")
+            given = f"{len(self.token_ids)} tokens and {len(self.logprobs)} log-probs"
+            raise ValueError(f"a {self.source.value} segment of {given}; it needs {wanted} log-probs")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,18 @@ LAYERS = {
     7: {"lab"},
 }
 """Imports go down, or sideways within a layer without a circle."""
-AGENT_SIDE = {"protocols", "encoder", "search", "experience", "hek", "rewards", "engine", "rollout", "sampling", "kv_cache"}
+AGENT_SIDE = {
+    "protocols",
+    "encoder",
+    "search",
+    "experience",
+    "hek",
+    "rewards",
+    "engine",
+    "rollout",
+    "sampling",
+    "kv_cache",
+}
 OPTIMISATION_SIDE = {"loss", "batching", "model", "trainer", "step_metrics", "checkpoint"}
 """The two sides pass trajectories and named tensors, and never import each other."""
 

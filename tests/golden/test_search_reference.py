@@ -68,9 +68,7 @@ def test_bm25_ranks_like_the_formula(texts, query, top_k):
     best = sorted((score for score in scores if score > 0), reverse=True)[:top_k]
     assert [scores[i] for i in ranks] == pytest.approx(best, rel=1e-5)
     for i, j in pairwise(ranks):
-        if (
-            texts[i] == texts[j]
-        ):  # equal words, equal length: an exact tie (t0 to t9 and t10 are one word each)
+        if texts[i] == texts[j]:  # equal words, equal length: an exact tie (t0 to t9 and t10 are one word each)
             assert i < j
 
 
@@ -79,9 +77,7 @@ def test_bm25_ranks_like_the_formula(texts, query, top_k):
 def test_dense_equals_brute_force(count, asked, top_k, seed):
     rng = np.random.default_rng(seed)
     vectors, queries = rng.normal(size=(count, 2)), rng.normal(size=(asked, 2))
-    table = {f"t{i}\nx{i}": list(v) for i, v in enumerate(vectors)} | {
-        f"q{i}": list(v) for i, v in enumerate(queries)
-    }
+    table = {f"t{i}\nx{i}": list(v) for i, v in enumerate(vectors)} | {f"q{i}": list(v) for i, v in enumerate(queries)}
     backend = DenseSearch(passages(*(f"x{i}" for i in range(count))), Table(table))
     found = backend.search([f"q{i}" for i in range(asked)], top_k)
     cosines = np.array([[np.dot(q, v) / (math.hypot(*q) * math.hypot(*v)) for v in vectors] for q in queries])

@@ -158,8 +158,6 @@ def test_smollm2_answers_and_holds_the_tensors_of_the_file(tmp_path, capsys):
     tokenizer = AutoTokenizer.from_pretrained(out)
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    inputs = tokenizer.apply_chat_template(
-        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    inputs = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     reply = model.generate(**inputs, max_new_tokens=16, do_sample=False)
     assert "Paris" in tokenizer.decode(reply[0, inputs["input_ids"].shape[1] :])

@@ -68,9 +68,7 @@ def test_B79_every_published_spelling_becomes_a_sample(tmp_path, record, questio
 
 
 def test_numbers_are_ids_and_type_is_the_family(tmp_path):
-    path = write(
-        tmp_path, lines(ROW | {"id": 0, "type": "bridge"}, ROW | {"family": "f", "family_group": "g"})
-    )
+    path = write(tmp_path, lines(ROW | {"id": 0, "type": "bridge"}, ROW | {"family": "f", "family_group": "g"}))
     first, second = data.read_samples(path)
     assert (first.id, first.family, first.family_group) == ("0", "bridge", "")
     assert (second.family, second.family_group) == ("f", "g")

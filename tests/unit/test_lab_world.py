@@ -99,7 +99,7 @@ def test_too_many_questions_are_refused(world):
 
 def test_the_right_query_finds_its_passage_first(world):
     search = BM25Search(world.passages())
-    keys = [key for key in sorted(world.facts)][::40]
+    keys = sorted(world.facts)[::40]
     found = search.search([f"{entity} {attribute}" for entity, attribute in keys], 2)
     for (entity, attribute), documents in zip(keys, found, strict=True):
         assert documents[0].text == fact_text(entity, attribute, world.facts[entity, attribute])

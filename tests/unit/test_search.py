@@ -33,15 +33,11 @@ class TableEncoder:
 
     def encode(self, texts, kind):
         self.calls += [(text, kind) for text in texts]
-        return np.array([self.table.get(text, [0.0, 0.0]) for text in texts], np.float32).reshape(
-            len(texts), 2
-        )
+        return np.array([self.table.get(text, [0.0, 0.0]) for text in texts], np.float32).reshape(len(texts), 2)
 
 
 def test_bm25_counts_years_and_single_letters_and_no_stop_word_is_dropped():
-    backend = BM25Search(
-        passages("born in 1998", "born in 1999", "Malcolm X spoke", "Malcolm spoke", "Who", "is it")
-    )
+    backend = BM25Search(passages("born in 1998", "born in 1999", "Malcolm X spoke", "Malcolm spoke", "Who", "is it"))
     assert titles(backend.search(["1999", "x", "who?", "THE", "is"], 3)) == [
         ["t1"],
         ["t2"],
@@ -75,9 +71,7 @@ def test_B41_a_passage_under_two_ids_is_shown_once():
         (found,) = backend.search(["capital of Norway"], 3)
         assert [document.title for document in found] == ["Oslo", "Bergen"]
     same_text = [("1", Document("Oslo", "a city")), ("2", Document("Bergen", "a city"))]
-    assert titles(BM25Search(same_text).search(["city"], 3)) == [
-        ["Oslo", "Bergen"]
-    ]  # another title: another passage
+    assert titles(BM25Search(same_text).search(["city"], 3)) == [["Oslo", "Bergen"]]  # another title: another passage
 
 
 def test_one_list_for_each_query_in_order_and_alone_as_in_a_batch():
@@ -107,9 +101,7 @@ def test_B47_passages_and_queries_are_encoded_as_what_they_are_and_prefixes_are_
 
 
 def test_a_query_that_means_nothing_to_the_encoder_finds_nothing():
-    backend = DenseSearch(
-        passages("first", "second"), TableEncoder({"t0\nfirst": [1.0, 0.0], "who": [0.0, 2.0]})
-    )
+    backend = DenseSearch(passages("first", "second"), TableEncoder({"t0\nfirst": [1.0, 0.0], "who": [0.0, 2.0]}))
     assert titles(backend.search(["unknown", "who"], 1)) == [[], ["t0"]]
 
 
@@ -169,9 +161,7 @@ def test_B47_an_index_of_another_encoder_or_corpus_is_refused_and_left(tmp_path)
     folder = tmp_path / "i"
     DenseSearch.build(folder, corpus, HashEncoder())
     before = (folder / "vectors.npy").read_bytes()
-    with pytest.raises(
-        ConfigError, match=r"manifest.json: encoder is 'hash:none:1024', now 'hash:none:64'; remove"
-    ):
+    with pytest.raises(ConfigError, match=r"manifest.json: encoder is 'hash:none:1024', now 'hash:none:64'; remove"):
         DenseSearch.load(folder, corpus, HashEncoder(64))
     for other in (passages("alpha beta", "beta"), corpus[::-1], [*corpus, ("9", Document("", "new"))]):
         with pytest.raises(ConfigError, match=r"manifest\.json: corpus is"):
@@ -254,7 +244,5 @@ def test_bm25_does_not_depend_on_the_hash_seed_and_prints_nothing():
         f"print([[d.text for d in row] for row in BM25Search(c).search({queries}, 20)])"
     )
     environment = os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": str(ROOT)}
-    there = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
+    there = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert there.stdout.strip() == str(here) and there.stderr == ""
