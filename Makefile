@@ -1,7 +1,8 @@
 # `make demo` and `make test` each make .venv and install what they need; a second call installs nothing.
+# `make install` installs what both need and runs nothing.
 # A stamp is written only after pip has succeeded, so an interrupted install is simply repeated.
 .DELETE_ON_ERROR:
-.PHONY: demo test check clean
+.PHONY: demo test install clean
 
 PYTHON ?= python3
 SEED ?= 0
@@ -11,6 +12,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 demo: .venv/.cpu
 	$(BIN)/python -m hiexp.lab demo out=$(OUT) seed=$(SEED)
+
+install: .venv/.test
 
 test: .venv/.test
 	$(BIN)/python -m ruff check .

@@ -69,13 +69,13 @@ def encode_row(tokenizer: Any, row: Row) -> tuple[list[int], list[bool]]:
 
 @dataclass(frozen=True)
 class WarmStartConfig:
-    steps: int = 300
+    steps: int = 800
     """optimiser steps on practice traces"""
-    rows_per_step: int = 64
+    rows_per_step: int = 32
     """traces in one step"""
-    matrix_lr: float = 0.02
+    matrix_lr: float = 0.01
     """peak learning rate of Muon, which trains the matrices of the body"""
-    lr: float = 3e-3
+    lr: float = 2e-3
     """peak learning rate of AdamW, which trains embeddings, norms and biases"""
 
 
