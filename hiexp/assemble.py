@@ -4,6 +4,7 @@ One YAML file describes one experiment; `train.py`, `build_hek.py` and `evaluate
 needs. Cheap checks come first, so that a wrong path is reported before a model is loaded.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from hiexp.config import ConfigError, lookup
-from hiexp.data import Sample, read_samples
+from hiexp.data import Sample, golds_in_questions, read_samples, shared_questions
 from hiexp.encoder import Encoder, EncoderConfig, load_encoder
 from hiexp.engine import Engine, TorchEngine
 from hiexp.evaluation import EvalConfig
@@ -118,11 +119,20 @@ def open_agent(cfg: Config) -> Agent:
 
 
 def open_samples(cfg: DataConfig, split: str) -> list[Sample]:
-    """The questions of data.<split>; ConfigError when it is not set, missing or empty."""
+    """The questions of data.<split>; ConfigError when it is not set, missing or empty.
+
+    Warns of questions that are among the training questions too, and of questions that hold their own answer.
+    """
     path = getattr(cfg, split)
     if not path:
         raise ConfigError(f"data.{split} is not set; name the file of its questions")
-    return read_samples(path, cfg.limit)
+    samples = read_samples(path, cfg.limit)
+    if split != "train" and cfg.train and (shared := shared_questions(samples, read_samples(cfg.train))):
+        warnings.warn(f"{len(shared)} questions of data.{split} are in data.train too, first {shared[0]}", stacklevel=2)
+    if leaked := golds_in_questions(samples):
+        share = f"{len(leaked)} of {len(samples)} questions of data.{split}"
+        warnings.warn(f"{share} hold their answer (choices between two do), first {leaked[0]}", stacklevel=2)
+    return samples
 
 
 def load_models(cfg: Config, with_reference: bool) -> tuple[Any, Any, Any]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as hf_logging
 
 from hiexp.config import ConfigError
 
@@ -22,6 +23,7 @@ def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
     try:
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
+        hf_logging.disable_progress_bar()
         model.save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
         _swap(fresh, target, old)

@@ -9,8 +9,10 @@ import dataclasses
 import difflib
 import inspect
 import itertools
+import sys
 import types
 import typing
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -244,11 +246,10 @@ def _plain(config: Any) -> Any:
 
 def run_script(main: Callable[[Any], None], schema: type, argv: Sequence[str], doc: str | None) -> int:
     """Command-line shell of the three scripts: `--help`, one-line user errors (exit code 2), the rest as it is."""
-    import sys
-
     if not argv or "-h" in argv or "--help" in argv:
         print(f"{doc or ''}\nKeys (YAML or key=value on the command line):\n{describe(schema)}")
         return 0
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         main(load(schema, argv))
     except ConfigError as error:

@@ -19,8 +19,8 @@ from hiexp.config import ConfigError, load
 from hiexp.data import read_samples
 from hiexp.model import load_tokenizer
 from hiexp.report import write_report
-from hiexp.run_panel import stability_panel
-from hiexp.tracking import finish_run, read_metrics, read_trajectories
+from hiexp.run_panel import stability_panel, step_cost
+from hiexp.tracking import finish_run, read_metrics, read_trajectories, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 ARMS = {"base": "eval_base", "base_hek": "eval_base", "grpo": "eval_grpo", "grpo_hiexp": "eval_grpo_hiexp"}
@@ -175,9 +175,15 @@ def _collect(out: Path, seed: int, stages: Stages) -> None:
         tokenizer,
         NOTES,
     )
+    # apart from `seconds`, summary.json is the same whenever the demo is repeated; what varies is in timing.json
+    cost = {arm: step_cost(lines) for arm, lines in curves.items()}
+    write_json(out / "timing.json", {"seconds": summary["seconds"], "median_cpu_seconds_per_step": cost})
     finish_run(out, summary)
-    stages.say(f"finished; the page is {out / 'report.html'}, the numbers are in {out / 'summary.json'}")
+    stages.say(f"finished: {out / 'report.html'}, {out / 'summary.json'}")
     print(_table(summary["arms"]))
+    for arm, seconds in cost.items():
+        parts = f"rollouts {seconds['rollout']:.2f}, update {seconds['update']:.2f}"
+        print(f"{arm}: median CPU seconds of a step: {parts}")
 
 
 def _arm(evaluation: dict[str, Any]) -> dict[str, Any]:
@@ -219,9 +225,9 @@ def _last_line(log: Path) -> str:
 
 
 NOTES = (
-    "The policy learned the protocol from practice traces. Some of these teach it to follow a hint that fits, so a part of "
-    "what experience does here is by construction; the right plan of a held-back family came up only as rarely as any "
-    "other detour.",
+    "The policy learned the protocol from practice traces. Some of these teach it to follow a hint that fits, so a "
+    "part of what experience does here is by construction; the right plan of a held-back family came up only as rarely "
+    "as any other detour.",
     "Lessons were written by the policy itself (reflector: self).",
     "One seed: differences of a few points between arms are noise.",
 )

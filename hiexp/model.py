@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.utils import logging as hf_logging
 
 from hiexp.batching import Batch
 from hiexp.config import ConfigError, lookup
@@ -43,6 +44,7 @@ class ModelConfig:
 def load_causal_lm(cfg: ModelConfig) -> PreTrainedModel:
     """The model of a folder; ConfigError if the folder, its weights or the attention kernel are not there."""
     folder = _model_folder(cfg.path)
+    hf_logging.disable_progress_bar()  # bars of milliseconds; what takes time has ours
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,

@@ -53,6 +53,11 @@ def _values(metrics: Metrics, key: str) -> list[float]:
     return [value for line in metrics if (value := line.get(key)) is not None]
 
 
+def step_cost(metrics: Metrics) -> dict[str, float]:
+    """Median CPU seconds of a step's rollout and update."""
+    return {name: median(_values(metrics, f"time/{name}_cpu")) for name in ("rollout", "update")}
+
+
 MEANS = {
     "within_group_var": "reward/within_group_var",
     "zero_signal_groups": "group/zero_std_frac",
@@ -61,8 +66,6 @@ MEANS = {
     "advantage_var": "advantage/var",
     "grad_cosine": "optim/grad_cosine",
     "clip_frac": "loss/clip_frac",
-    "rollout_cpu_seconds": "time/rollout_cpu",
-    "update_cpu_seconds": "time/update_cpu",
     "tokens_per_trajectory": "rollout/tokens",
 }
 """panel name -> logged metric whose mean over the run it is"""

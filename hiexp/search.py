@@ -15,11 +15,11 @@ from typing import Any, Protocol
 
 import bm25s
 import numpy as np
-from tqdm import tqdm
 
 from hiexp.config import ConfigError, lookup
 from hiexp.data import DataError, new_folder, read_passages
 from hiexp.encoder import Encoder, unit_rows
+from hiexp.tracking import progress
 from hiexp.trajectory import Document
 
 Passages = Sequence[tuple[str, Document]]
@@ -187,7 +187,7 @@ def encode_passages(encoder: Encoder, documents: Sequence[Document]) -> np.ndarr
     """Unit vectors [N, D] of "title\\ntext"; prefixes are the encoder's own affair."""
     texts = [f"{document.title}\n{document.text}" for document in documents]
     rows = []
-    with tqdm(total=len(texts), desc="encode passages", unit="passage", disable=None) as bar:
+    with progress(total=len(texts), label="encode passages", unit="passage") as bar:
         for start in range(0, len(texts), ENCODE_CHUNK):
             chunk = texts[start : start + ENCODE_CHUNK]
             rows.append(unit_rows(encoder.encode(chunk, "passage")))

@@ -35,7 +35,9 @@ def test_the_summary_has_every_arm_with_hek_on_and_off(lab):
             }  # fmt: skip
             assert all(0 <= scores[name] <= 1 for name in ("em_sampled", "em_greedy", "f1", "cem"))
     for panel in summary["stability"].values():
-        assert {"within_group_var", "all_right_groups", "all_wrong_groups", "grad_norm_mean", "grad_norm_var"} <= set(panel)
+        assert {"within_group_var", "all_right_groups", "all_wrong_groups", "grad_norm_mean", "grad_norm_var"} <= set(
+            panel
+        )
 
 
 def test_scores_in_the_summary_are_those_of_the_attempts(lab):
@@ -90,10 +92,19 @@ def run(main, settings, *more):
 
 def test_training_repeats_itself_bit_for_bit(lab, settings, tmp_path):
     for name in ("first", "second"):
-        run(train.main, settings, f"out={tmp_path / name}", "train.steps=2", "train.dev_every=0", f"hek.path={lab}/hek/hek")
+        run(
+            train.main,
+            settings,
+            f"out={tmp_path / name}",
+            "train.steps=2",
+            "train.dev_every=0",
+            f"hek.path={lab}/hek/hek",
+        )
     first, second = (read_metrics(tmp_path / name) for name in ("first", "second"))
     for one, other in zip(first, second, strict=True):
-        assert {k: v for k, v in one.items() if "time/" not in k} == {k: v for k, v in other.items() if "time/" not in k}
+        assert {k: v for k, v in one.items() if "time/" not in k} == {
+            k: v for k, v in other.items() if "time/" not in k
+        }
     weights = [(tmp_path / name / "policy/model.safetensors").read_bytes() for name in ("first", "second")]
     assert weights[0] == weights[1]
     run(train.main, settings, f"out={tmp_path / 'other'}", "train.steps=2", "seed=9", "train.dev_every=0")
@@ -117,7 +128,7 @@ def test_bad_input_is_told_before_any_work(lab, settings, tmp_path, monkeypatch)
     refused("empty", evaluate.main, settings, out, f"data.test={tmp_path}/empty.jsonl")
     refused("did you mean grpo", train.main, settings, out, "loss.algorithm=gpro")
     refused("did you mean 'compact'", train.main, settings, out, "rollout.protocol=compct")
-    refused("hek.path", train.main, settings, out, "hek.path=no_such_hek")
+    refused(r"hek\.path", train.main, settings, out, "hek.path=no_such_hek")
     other = HEK([Experience("E2-0", 2, "pattern", "who founded the label", "label")], HashEncoder())
     other.save(tmp_path / "hek")
     refused("embedded by encoder", train.main, settings, out, f"hek.path={tmp_path / 'hek'}")
@@ -158,7 +169,7 @@ def test_a_second_demo_keeps_the_first(lab, tmp_path, monkeypatch):
     stages = Stages(tmp_path / "lab", str(Path(train.__file__).parent / "configs/lab.yaml"), 0, [])
     _keep_old(tmp_path / "lab", stages)
     assert (tmp_path / "lab-1/train.jsonl").exists() and not (tmp_path / "lab").exists()
-    with pytest.raises(ConfigError, match="optim.lrr; did you mean optim.lr"):
+    with pytest.raises(ConfigError, match=r"optim\.lrr; did you mean optim\.lr"):
         Stages(tmp_path / "lab", str(Path(train.__file__).parent / "configs/lab.yaml"), 0, ["optim.lrr=1"])
 
 

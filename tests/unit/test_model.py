@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from hiexp.batching import Batch, Row, pack
@@ -194,3 +194,12 @@ def test_a_frozen_copy_shares_no_memory_and_takes_no_gradient():
     assert torch.equal(copy.model.norm.weight, tiny().model.norm.weight)
     assert not any(parameter.requires_grad for parameter in copy.parameters())
     assert copy.lm_head.weight is copy.model.embed_tokens.weight
+
+
+def test_a_generic_tokenizer_beside_a_qwen2_model_is_not_replaced_by_qwen2s_own(tmp_path):
+    """transformers 5 maps the model type to a tokenizer class that brings its own splitting rules."""
+    core = Tokenizer(models.WordLevel({"<unk>": 0, "alpha": 1, "beta": 2}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>").save_pretrained(tmp_path)
+    Qwen2Config(vocab_size=3).save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).encode("beta alpha gamma") == [2, 1, 0]
