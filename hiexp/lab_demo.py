@@ -143,51 +143,46 @@ def _keep_old(out: Path, stages: Stages) -> None:
 
 
 def _collect(out: Path, seed: int, stages: Stages) -> None:
-    evaluations = {
-        name: json.loads((out / name / "evaluation.json").read_text()) for name in sorted(set(ARMS.values()))
-    }
+    """summary.json, timing.json and report.html from what the stages wrote."""
+    evaluations = {name: json.loads((out / name / "evaluation.json").read_text()) for name in set(ARMS.values())}
+    scores = {arm: _scores_of_arm(evaluations[name]) for arm, name in ARMS.items()}
     curves = {arm: read_metrics(out / arm) for arm in TRAINED}
+    seconds = round(time.perf_counter() - stages.started, 1)
+    # apart from `seconds`, the summary is the same whenever the demo is repeated; what varies is in timing.json
     summary = {
-        "seconds": round(time.perf_counter() - stages.started, 1),
+        "seconds": seconds,
         "seed": seed,
         "reflector": REFLECTOR,
-        "arms": {arm: _arm(evaluations[name]) for arm, name in ARMS.items()},
+        "arms": {arm: _means(stores) for arm, stores in scores.items()},
         "stability": {arm: stability_panel(lines) for arm, lines in curves.items()},
-        "hek": json.loads((out / "hek" / "summary.json").read_text())["entries"],
+        "hek": {f"level {n}": k for n, k in json.loads((out / "hek/summary.json").read_text())["entries"].items()},
     }
+    cost = {arm: step_cost(lines) for arm, lines in curves.items()}
+    write_json(out / "timing.json", {"seconds": seconds, "median_cpu_seconds_per_step": cost})
+    _write_page(out, summary | {"arms": {arm: stores for arm, stores in scores.items() if arm != "base_hek"}}, curves)
+    finish_run(out, summary)
+    stages.say(f"finished: {out / 'report.html'}, {out / 'summary.json'}")
+    print(_table(summary["arms"]))
+    for arm, spent in cost.items():
+        parts = f"rollouts {spent['rollout']:.2f}, update {spent['update']:.2f}"
+        print(f"{arm}: median CPU seconds of a step: {parts}")
+
+
+def _write_page(out: Path, summary: dict[str, Any], curves: dict[str, list[dict[str, float | None]]]) -> None:
     samples = read_samples(out / "world" / "test.jsonl")
     shown = {sample.id for sample in samples[:: max(1, len(samples) // SHOWN_QUESTIONS)]}
     trajectories = {}
     for arm, name in ARMS.items():
-        attempts = read_trajectories(
-            out / name / f"trajectories_{'hek_off' if arm in ('base', 'grpo') else 'hek_on'}_sampled.jsonl"
-        )
-        trajectories[arm] = [t for t in attempts if t.sample_id in shown and t.member == 0]
-    tokenizer = load_tokenizer(str(out / "policy"))
-    write_report(
-        out / "report.html",
-        "HiExp on a CPU",
-        summary,
-        curves,
-        out / "hek" / "hek",
-        trajectories,
-        samples,
-        tokenizer,
-        NOTES,
-    )
-    # apart from `seconds`, summary.json is the same whenever the demo is repeated; what varies is in timing.json
-    cost = {arm: step_cost(lines) for arm, lines in curves.items()}
-    write_json(out / "timing.json", {"seconds": summary["seconds"], "median_cpu_seconds_per_step": cost})
-    finish_run(out, summary)
-    stages.say(f"finished: {out / 'report.html'}, {out / 'summary.json'}")
-    print(_table(summary["arms"]))
-    for arm, seconds in cost.items():
-        parts = f"rollouts {seconds['rollout']:.2f}, update {seconds['update']:.2f}"
-        print(f"{arm}: median CPU seconds of a step: {parts}")
+        store = "hek_off" if arm in ("base", "grpo") else "hek_on"
+        attempts = read_trajectories(out / name / f"trajectories_{store}_sampled.jsonl")
+        trajectories[arm] = [t for t in attempts if t.sample_id in shown]
+    tokenizer, hek = load_tokenizer(str(out / "policy")), out / "hek" / "hek"
+    page = out / "report.html"
+    write_report(page, "HiExp on a CPU", summary, curves, hek, trajectories, samples, tokenizer, NOTES)
 
 
-def _arm(evaluation: dict[str, Any]) -> dict[str, Any]:
-    """{"hek_off": {em_sampled, em_greedy, f1, cem, by_family_group}, "hek_on": ...}; f1 and cem are of the samples."""
+def _scores_of_arm(evaluation: dict[str, Any]) -> dict[str, Any]:
+    """{"hek_off": {em_sampled, em_greedy, f1, cem, by_family_group}, "hek_on": ...} with intervals."""
     arm: dict[str, Any] = {}
     for store in ("hek_off", "hek_on"):
         sampled, greedy = evaluation[f"{store}_sampled"], evaluation[f"{store}_greedy"]
@@ -199,14 +194,23 @@ def _arm(evaluation: dict[str, Any]) -> dict[str, Any]:
     return arm
 
 
-def _scores(sampled: dict[str, Any], greedy: dict[str, Any]) -> dict[str, float]:
-    means = {name: interval["mean"] for name, interval in sampled["scores"].items()}
-    return {
-        "em_sampled": means["em"],
-        "em_greedy": greedy["scores"]["em"]["mean"],
-        "f1": means["f1"],
-        "cem": means["cem"],
-    }
+def _scores(sampled: dict[str, Any], greedy: dict[str, Any]) -> dict[str, Any]:
+    """F1 and Cover-EM are those of the sampled attempts."""
+    scores = sampled["scores"]
+    return {"em_sampled": scores["em"], "em_greedy": greedy["scores"]["em"], "f1": scores["f1"], "cem": scores["cem"]}
+
+
+def _means(node: dict[str, Any]) -> dict[str, Any]:
+    """The same nesting with each interval's mean, and for sampled EM its bounds beside it."""
+    means: dict[str, Any] = {}
+    for name, value in node.items():
+        if isinstance(value, dict) and set(value) == {"mean", "low", "high"}:
+            means[name] = value["mean"]
+            if name == "em_sampled":
+                means["em_sampled_interval"] = [value["low"], value["high"]]
+        else:
+            means[name] = _means(value)
+    return means
 
 
 def _table(arms: dict[str, Any]) -> str:
