@@ -11,7 +11,7 @@ into strategies (level 3): paper section 3.1, Algorithm 1. train.py and evaluate
 import sys
 
 from hiexp.assemble import Config, load_models, open_agent, open_samples
-from hiexp.config import run_script
+from hiexp.config import ConfigError, run_script
 from hiexp.data import subset
 from hiexp.encoder import load_encoder
 from hiexp.hek import HEK
@@ -24,7 +24,11 @@ QUESTIONS_PER_CALL = 16
 
 
 def main(cfg: Config) -> None:
-    samples = subset(open_samples(cfg.data, "train"), cfg.build.questions, cfg.seed)
+    samples = open_samples(cfg.data, "train")
+    if cfg.build.questions > len(samples):
+        there = f"{cfg.data.train} has {len(samples)} questions"
+        raise ConfigError(f"build.questions={cfg.build.questions}, but {there}; lower it, or set 0 for all")
+    samples = subset(samples, cfg.build.questions, cfg.seed)
     agent, encoder = open_agent(cfg), load_encoder(cfg.encoder)
     out = open_run_folder(cfg.out, cfg)
     engine = agent.start(load_models(cfg, with_reference=False)[1])

@@ -44,7 +44,7 @@ class LabConfig:
     threads: int = 1
     """threads of the warm start (two are slower than one as soon as anything else runs)"""
     config: str = "configs/lab.yaml"
-    """settings of the three scripts (demo)"""
+    """settings of the three scripts (demo); looked for here, then in the checkout"""
     overrides: tuple[str, ...] = ()
     """more key=value settings for the three scripts (demo)"""
     world: WorldConfig = field(default_factory=WorldConfig)

@@ -39,7 +39,7 @@ class Stages:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         world = out / "world"
         self.settings = [
-            config,
+            config if Path(config).is_file() else str(ROOT / config),
             f"seed={seed}",
             f"eval.seed={seed}",
             f"model.path={out / 'policy'}",

@@ -94,6 +94,8 @@ class TagProtocol:
     after: str = ""
     """what stands before and after every observation: the chat template's turn change, where there is one"""
     use_titles: bool = True
+    use_chat: bool = True
+    """render through the tokenizer's chat template, where there is one; False: plain text for the model to continue"""
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -105,7 +107,7 @@ class TagProtocol:
         if not self.instruction:
             return [*_strategy_block(strategy, "", "\n"), (Source.PROMPT, f"question : {question}\n")]
         slot = f"{self.instruction}{_SLOT}"
-        if getattr(tokenizer, "chat_template", None):
+        if self.use_chat and getattr(tokenizer, "chat_template", None):
             text = _render(tokenizer, slot, question)
         else:
             text = f"{slot}\n\nQuestion: {question}\n"
@@ -250,6 +252,39 @@ _SEARCH_R1 = (
     "To search, write a short query about one fact inside <search></search>. The result comes back in "
     f"<information></information>. {_ADVICE} Finish with the shortest complete answer inside <answer></answer>."
 )
+_FEW_SHOT = """\
+Look facts up, one at a time: write <search> what to look up </search> and passages come back. Then write <answer> the \
+shortest answer </answer>. Advice between <experience> and </experience> is no evidence.
+
+Question: In which country was the author of Peer Gynt born?
+<search> author of Peer Gynt </search>
+<information>
+Peer Gynt: Peer Gynt is a play by Henrik Ibsen.
+</information>
+<search> birthplace of Henrik Ibsen </search>
+<information>
+Henrik Ibsen: Ibsen was born in Skien, Norway.
+</information>
+<answer> Norway </answer>
+
+Question: Who is older, the painter of Guernica or the composer of Bolero?
+<search> painter of Guernica </search>
+<information>
+Guernica: a painting by Pablo Picasso, born 1881.
+</information>
+<search> composer of Bolero </search>
+<information>
+Bolero: an orchestral work by Maurice Ravel, born 1875.
+</information>
+<answer> Maurice Ravel </answer>"""
+_FEW_SHOT_DIRECT = """\
+Give the shortest answer to each question.
+
+Question: In which country was the author of Peer Gynt born?
+<answer> Norway </answer>
+
+Question: Who is older, the painter of Guernica or the composer of Bolero?
+<answer> Maurice Ravel </answer>"""
 _DIRECT = "Answer the question. Think step by step, then give the shortest complete answer in \\boxed{}."
 
 PROTOCOLS: dict[str, AgentProtocol] = {
@@ -273,6 +308,22 @@ PROTOCOLS: dict[str, AgentProtocol] = {
         query_tags=("<search>", "</search>"),
         result_tags=("<information>", "</information>"),
         answer_tags=("<answer>", "</answer>"),
+    ),
+    # for models too small to follow an instruction: worked examples as plain text, with search and without
+    "few_shot": TagProtocol(
+        name="few_shot",
+        instruction=_FEW_SHOT,
+        query_tags=("<search>", "</search>"),
+        result_tags=("<information>", "</information>"),
+        answer_tags=("<answer>", "</answer>"),
+        use_chat=False,
+    ),
+    "few_shot_direct": TagProtocol(
+        name="few_shot_direct",
+        instruction=_FEW_SHOT_DIRECT,
+        query_tags=None,
+        answer_tags=("<answer>", "</answer>"),
+        use_chat=False,
     ),
     # for tiny word-level models: no instruction, no titles, every token between spaces
     "compact": TagProtocol(

@@ -10,9 +10,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 SMALL = [
     "seed=1",
-    "warm_start.steps=170",
+    "warm_start.steps=300",
     "warm_start.rows_per_step=32",
-    "world.train_per_family=8",
+    "world.train_per_family=12",
     "world.dev_per_family=1",
     "world.test_per_family=3",
     "overrides=[train.steps=3, train.dev_every=2, build.questions=0, eval.samples_per_question=2]",

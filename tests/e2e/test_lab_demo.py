@@ -126,7 +126,7 @@ def test_bad_input_is_told_before_any_work(lab, settings, tmp_path, monkeypatch)
     refused(r"train2?\.jsonl", train.main, settings, out, f"data.train={lab}/world/train2.jsonl")
     (tmp_path / "empty.jsonl").write_text("")
     refused("empty", evaluate.main, settings, out, f"data.test={tmp_path}/empty.jsonl")
-    refused("did you mean grpo", train.main, settings, out, "loss.algorithm=gpro")
+    refused("known: grpo, gspo", train.main, settings, out, "loss.algorithm=gpro")
     refused("did you mean 'compact'", train.main, settings, out, "rollout.protocol=compct")
     refused(r"hek\.path", train.main, settings, out, "hek.path=no_such_hek")
     other = HEK([Experience("E2-0", 2, "pattern", "who founded the label", "label")], HashEncoder())
@@ -158,7 +158,8 @@ def test_a_policy_that_is_never_right_gives_a_clear_message(settings, tmp_path):
     questions = tmp_path / "impossible.jsonl"
     questions.write_text('{"id": "a", "question": "who founded the label ?", "answers": ["nobody"]}\n')
     with pytest.raises(ConfigError, match=r"0 were answered rightly every time and 1 never.*more questions"):
-        run(build_hek.main, settings, f"out={tmp_path / 'hek'}", f"data.train={questions}")
+        run(build_hek.main, settings, f"out={tmp_path / 'hek'}", f"data.train={questions}", "build.questions=0")
+    refused("questions=192", build_hek.main, settings, f"out={tmp_path / 'other'}", f"data.train={questions}")
     assert (tmp_path / "hek/trajectories.jsonl").exists(), "the rollouts are kept"
 
 
