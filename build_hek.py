@@ -29,7 +29,8 @@ def main(cfg: Config) -> None:
         there = f"{cfg.data.train} has {len(samples)} questions"
         raise ConfigError(f"build.questions={cfg.build.questions}, but {there}; lower it, or set 0 for all")
     samples = subset(samples, cfg.build.questions, cfg.seed)
-    agent, encoder = open_agent(cfg), load_encoder(cfg.encoder)
+    agent = open_agent(cfg)
+    encoder = agent.encoder or load_encoder(cfg.encoder)
     out = open_run_folder(cfg.out, cfg)
     engine = agent.start(load_models(cfg, with_reference=False)[1])
 

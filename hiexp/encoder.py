@@ -176,8 +176,10 @@ def _dense(vectorizer: Any, texts: Sequence[str]) -> np.ndarray:
 def _sentence_transformer(folder: Path) -> Any:
     try:
         from sentence_transformers import SentenceTransformer
+        from transformers.utils import logging as hf_logging
     except ImportError as error:
         raise ConfigError("encoder.kind=sentence needs sentence-transformers; install it, or use kind=tfidf") from error
+    hf_logging.disable_progress_bar()
     try:
         return SentenceTransformer(str(folder), local_files_only=True)
     except (OSError, ValueError) as error:
