@@ -20,8 +20,6 @@ from hiexp.rewards import score
 from hiexp.tracking import finish_run, open_run_folder, progress, timed, write_trajectories
 from hiexp.trajectory import groups_of
 
-QUESTIONS_PER_CALL = 16
-
 
 def main(cfg: Config) -> None:
     samples = open_samples(cfg.data, "train")
@@ -35,17 +33,13 @@ def main(cfg: Config) -> None:
     engine = agent.start(load_models(cfg, with_reference=False)[1])
 
     times: dict[str, float] = {}
-    trajectories = []
-    with timed(times, "rollout"), progress(total=len(samples), label="rollouts", unit="question") as bar:
-        for start in range(0, len(samples), QUESTIONS_PER_CALL):
-            chunk = samples[start : start + QUESTIONS_PER_CALL]
-            size = cfg.build.rollouts_per_question
-            trajectories += agent.rollout(chunk, seed=cfg.seed * 1_000_003 + start, hek=HEK.empty(), group_size=size)
-            bar.update(len(chunk))
-    score(trajectories, samples, cfg.reward, cfg.build.rollouts_per_question)
+    size = cfg.build.rollouts_per_question
+    with timed(times, "rollout"):
+        trajectories = agent.rollout_all(samples, cfg.seed, "rollouts", HEK.empty(), group_size=size)
+    score(trajectories, samples, cfg.reward, size)
     write_trajectories(out / "trajectories.jsonl", trajectories)
 
-    groups = groups_of(trajectories, cfg.build.rollouts_per_question)
+    groups = groups_of(trajectories, size)
     with timed(times, "build"):
         hek, report = build_hek(
             engine, agent.tokenizer, encoder, groups, samples, cfg.build, cfg.seed, progress, cfg.model.path

@@ -20,10 +20,8 @@ from hiexp.evaluation import Decoding, describe_setting, evaluate, to_markdown, 
 from hiexp.hek import HEK
 from hiexp.report import write_report
 from hiexp.search import read_corpus
-from hiexp.tracking import finish_run, open_run_folder, progress, write_trajectories
-from hiexp.trajectory import Trajectory
+from hiexp.tracking import finish_run, open_run_folder, write_trajectories
 
-QUESTIONS_PER_CALL = 64
 SHOWN = 12
 """trajectories of each arm on the page"""
 
@@ -39,7 +37,8 @@ def main(cfg: Config) -> None:
     for name, hek in stores.items():
         for decoding in cfg.eval.decodings:
             arm = f"{name}_{decoding.name}"
-            attempts = attempt_all(agent, samples, hek, decoding, cfg.eval.seed, arm)
+            draw = {"group_size": decoding.samples, "temperature": decoding.temperature, "top_p": decoding.top_p}
+            attempts = agent.rollout_all(samples, cfg.eval.seed, f"evaluate {arm}", hek, **draw)
             results[arm] = evaluate(attempts, samples, cfg.eval, decoding.samples)
             settings[arm] = setting_of(cfg, agent, samples, decoding, hek)
             shown[arm] = attempts[:: decoding.samples]
@@ -52,20 +51,6 @@ def main(cfg: Config) -> None:
     write_report(page, f"Evaluation {out}", summary, {}, cfg.hek.path or None, few, samples, agent.tokenizer)
     finish_run(out, summary)
     print(to_markdown(results))
-
-
-def attempt_all(
-    agent: Agent, samples: Sequence[Sample], hek: HEK, decoding: Decoding, seed: int, label: str
-) -> list[Trajectory]:
-    """`decoding.samples` attempts at each question, siblings adjacent, in the order of the questions."""
-    attempts: list[Trajectory] = []
-    draw = {"group_size": decoding.samples, "temperature": decoding.temperature, "top_p": decoding.top_p}
-    with progress(total=len(samples), label=f"evaluate {label}", unit="question") as bar:
-        for start in range(0, len(samples), QUESTIONS_PER_CALL):
-            chunk = samples[start : start + QUESTIONS_PER_CALL]
-            attempts += agent.rollout(chunk, seed=seed * 1_000_003 + start, hek=hek, **draw)
-            bar.update(len(chunk))
-    return attempts
 
 
 def setting_of(cfg: Config, agent: Agent, samples: Sequence[Sample], decoding: Decoding, hek: HEK) -> dict[str, Any]:

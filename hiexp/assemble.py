@@ -5,7 +5,7 @@ needs. Cheap checks come first, so that a wrong path is reported before a model 
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,8 +24,11 @@ from hiexp.protocols import PROTOCOLS, AgentProtocol
 from hiexp.rewards import RewardConfig
 from hiexp.rollout import RolloutConfig, run_rollouts
 from hiexp.search import SearchBackend, SearchConfig, open_search
+from hiexp.tracking import progress
 from hiexp.trainer import OptimConfig
 from hiexp.trajectory import Trajectory
+
+ROLLOUTS_AT_ONCE = 96
 
 
 @dataclass(frozen=True)
@@ -96,11 +99,30 @@ class Agent:
         self.engine = TorchEngine(model, self.tokenizer)
         return self.engine
 
-    def rollout(self, samples: Sequence[Sample], seed: int, hek: HEK | None = None, **changes: Any) -> list[Trajectory]:
+    def rollout(
+        self,
+        samples: Sequence[Sample],
+        seed: int,
+        hek: HEK | None = None,
+        progress: Callable[[int], Any] | None = None,
+        **changes: Any,
+    ) -> list[Trajectory]:
         """group_size trajectories a sample, siblings adjacent; `changes` replace fields of RolloutConfig."""
         assert self.engine is not None
-        cfg, hek = replace(self.cfg, **changes), self.hek if hek is None else hek
-        return run_rollouts(self.engine, self.tokenizer, self.protocol, self.search, hek, samples, cfg, seed)
+        parts = (self.engine, self.tokenizer, self.protocol, self.search, self.hek if hek is None else hek)
+        return run_rollouts(*parts, samples, replace(self.cfg, **changes), seed, progress)
+
+    def rollout_all(
+        self, samples: Sequence[Sample], seed: int, label: str, hek: HEK, **changes: Any
+    ) -> list[Trajectory]:
+        """The same for any number of samples: a part at a time, which bounds memory, with a progress bar."""
+        size = changes.get("group_size", self.cfg.group_size)
+        at_once, trajectories = max(1, ROLLOUTS_AT_ONCE // size), []
+        with progress(total=len(samples) * size, label=label, unit="rollout") as bar:
+            for start in range(0, len(samples), at_once):
+                part = samples[start : start + at_once]
+                trajectories += self.rollout(part, seed * 1_000_003 + start, hek, bar.update, **changes)
+        return trajectories
 
 
 def open_agent(cfg: Config) -> Agent:
