@@ -107,18 +107,15 @@ class HEK:
         level: int,
         top_k: int,
         exclude: Sequence[str] | None = None,
-        shown: Sequence[Collection[str]] | None = None,
         include_rejected: bool = False,
     ) -> list[list[Hit]]:
         """Per query at most `top_k` hits that reach the level's threshold, best first, ties by id (Eq. 2).
 
-        `exclude` names each query's own sample, `shown` the ids it has had. Level 1 hides every entry that
-        stems from the excluded sample, levels 2 and 3 those that stem from nothing else. A query that encodes
-        to zero finds nothing.
+        `exclude` names each query's own sample: level 1 hides every entry that stems from it, levels 2 and 3
+        those that stem from nothing else. A query that encodes to zero finds nothing.
         """
-        for name, given in (("exclude", exclude), ("shown", shown)):
-            if given is not None and len(given) != len(queries):
-                raise ValueError(f"{len(given)} {name} items for {len(queries)} queries")
+        if exclude is not None and len(exclude) != len(queries):
+            raise ValueError(f"{len(exclude)} samples to exclude for {len(queries)} queries")
         entries = self.levels[level]
         if not entries or not queries:
             return [[] for _ in queries]
@@ -129,13 +126,12 @@ class HEK:
         found = []
         for i, row in enumerate(scores):
             hidden = self._hidden[level].get(exclude[i], set()) if exclude and self.cfg.exclude_self else set()
-            seen = shown[i] if shown else ()
             hits: list[Hit] = []
             for j in np.argsort(-row, kind="stable").tolist() if keys[i].any() else []:
                 accepted = bool(row[j] >= least)
                 if len(hits) == top_k or not (accepted or include_rejected):
                     break
-                if j not in hidden and entries[j].id not in seen:
+                if j not in hidden:
                     hits.append(Hit(entries[j], float(row[j]), accepted))
             found.append(hits)
         return found
@@ -162,9 +158,15 @@ class HEK:
         count_tokens: Callable[[str], int],
         budget: int,
     ) -> list[Block]:
-        """Per search query, its best cases that are not among `shown`; a first one over budget is cut."""
-        hits = self.retrieve(queries, 1, self.cfg.case_top_k, sample_ids, shown)
-        return [fill(row, count_tokens, budget, cut=True) for row in hits]
+        """Per search query, its best cases, without those that say what an entry among `shown` (ids of any level) said.
+
+        A case that was shown is not replaced by the next best, which is further from the query and often worse. A
+        first one over budget is cut.
+        """
+        hits = self.retrieve(queries, 1, self.cfg.case_top_k, sample_ids)
+        said = [{self.by_id[name].line() for name in names} for names in shown]
+        news = [[hit for hit in row if hit.experience.line() not in old] for row, old in zip(hits, said, strict=True)]
+        return [fill(row, count_tokens, budget, cut=True) for row in news]
 
     def __len__(self) -> int:
         return len(self.by_id)

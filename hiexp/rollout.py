@@ -122,8 +122,8 @@ class _Row:
     searches: int = 0
     queries: set[str] = field(default_factory=set)
     """normalised, those that were executed"""
-    cases: set[str] = field(default_factory=set)
-    """ids of the cases shown so far"""
+    shown: set[str] = field(default_factory=set)
+    """ids of the experiences shown so far, in the prompt and beside documents"""
     text: str = ""
     action: Action = field(default_factory=lambda: Action("malformed", ""))
     """text and action of the newest turn"""
@@ -162,7 +162,7 @@ class _Run:
                 trajectory = Trajectory(sample.id, member, self.engine.version, shown)
                 for segment in prompt:
                     trajectory.append(segment)
-                rows.append(_Row((i, member), sample, trajectory, trajectory.num_tokens))
+                rows.append(_Row((i, member), sample, trajectory, trajectory.num_tokens, shown=set(shown)))
         return rows
 
     def submit(self, row: _Row) -> None:
@@ -209,7 +209,7 @@ class _Run:
             keys = queries
             if self.cfg.case_key == "question_query":
                 keys = [f"{row.sample.question} {query}" for row, query in zip(rows, queries, strict=True)]
-            ids, shown = [row.sample.id for row in rows], [row.cases for row in rows]
+            ids, shown = [row.sample.id for row in rows], [row.shown for row in rows]
             cases = self.hek.case_block(keys, ids, shown, self._count, self.cfg.case_tokens)
         for row, found, (case, case_ids) in zip(rows, results, cases, strict=True):
             row.searches += 1
@@ -251,7 +251,7 @@ class _Run:
             return
         for segment in segments:
             row.trajectory.append(segment)
-        row.cases.update(case_ids)
+        row.shown.update(case_ids)
         self._record(row, documents, case_ids, refused)
 
     def _record(

@@ -113,15 +113,26 @@ def test_own_question_is_hidden_at_level_1_always_above_only_as_sole_source():
     assert ids(hek.retrieve(["q"], 1, 9, ["c"])[0]) == ["E1-000001", "E1-000002"]
     paper = HEK(entries, hek.encoder, HEKConfig(exclude_self=False))
     assert len(paper.retrieve(["q"], 1, 9, ["a"])[0]) == 2
-    for wrong in ({"exclude": ["a", "b"]}, {"shown": []}):
-        with pytest.raises(ValueError, match="for 1 queries"):
-            hek.retrieve(["q"], 1, 9, **wrong)
+    with pytest.raises(ValueError, match="for 1 queries"):
+        hek.retrieve(["q"], 1, 9, ["a", "b"])
 
 
-def test_each_query_has_its_own_exclusion_and_shown_set():
+def test_each_query_has_its_own_exclusion():
     hek = HEK([case(i, "t", f"s{i}") for i in range(3)], TableEncoder({"t": (1, 0), "q": (1, 0)}))
-    found = hek.retrieve(["q", "q", "q"], 1, 1, ["s0", "", "s1"], [set(), {"E1-000000"}, {"E1-000000"}])
-    assert [ids(hits) for hits in found] == [["E1-000001"], ["E1-000001"], ["E1-000002"]]
+    found = hek.retrieve(["q", "q", "q"], 1, 1, ["s0", "", "s1"])
+    assert [ids(hits) for hits in found] == [["E1-000001"], ["E1-000000"], ["E1-000000"]]
+
+
+def test_what_was_said_is_not_said_again_and_nothing_worse_takes_its_place():
+    said = replace(case(1, "t"), description="do it")
+    same_words = [replace(case(2, "t"), description="do it"), replace(case(3, "t", level=2), description="do it")]
+    other = replace(case(4, "u"), description="else")
+    table = {"t": (1, 0), "u": (9, 1), "q": (1, 0)}
+    hek = HEK([said, *same_words, other], TableEncoder(table), HEKConfig(case_top_k=1))
+    for shown in ({"E1-000001"}, {"E1-000002"}, {"E2-000003"}):
+        assert hek.case_block(["q"], ["s"], [shown], words, 9) == [("", ())]
+    two = HEK([said, other], TableEncoder(table), HEKConfig(case_top_k=2))
+    assert two.case_block(["q"], ["s"], [{"E1-000001"}], words, 9) == [("- u: else", ("E1-000004",))]
 
 
 def test_strategies_fill_the_budget_in_rank_order_and_abstain_below_the_threshold():
