@@ -181,14 +181,16 @@ def progress(
 
 
 class _Lines:
-    """Turns the carriage returns of a progress bar into lines."""
+    """Turns the carriage returns of a progress bar into lines, none twice in a row."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+        self._stream, self._last = stream, ""
 
     def write(self, text: str) -> int:
-        if text.strip():
-            self._stream.write(text.strip() + "\n")
+        line = text.strip()
+        if line and line != self._last:
+            self._stream.write(line + "\n")
+        self._last = line or self._last
         return len(text)
 
     def flush(self) -> None:

@@ -10,8 +10,8 @@ from hiexp.config import ConfigError
 from hiexp.protocols import PROTOCOLS, Action, neutralise
 from hiexp.trajectory import Document, Source
 
-SEARCHING = ("qwen_tool", "search_o1", "search_r1", "compact")
-TAGGED = ("search_r1", "compact")
+SEARCHING = ("qwen_tool", "search_o1", "search_r1", "few_shot", "compact")
+TAGGED = ("search_r1", "few_shot", "few_shot_direct", "compact")
 
 
 def written(name: str, query: str) -> str:
@@ -61,7 +61,7 @@ def test_B02_last_box_wins():
     assert action("qwen_tool", "\\boxed{Oslo} or rather \\boxed{Bern}") == ("answer", "Bern")
 
 
-@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize("name", sorted({*SEARCHING} & {*TAGGED}))
 def test_B04_missing_closing_tag_is_no_answer(name):
     assert action(name, "<answer>Lis") == ("malformed", "")
     assert action(name, "<answer>Lis <answer> Rome </answer>") == ("answer", "Rome")
@@ -238,3 +238,14 @@ def test_B82_template_with_bos_gives_one_bos(byte_tokenizer):
     text = joined(PROTOCOLS["search_r1"].prompt("Who?", "", byte_tokenizer))
     bos = byte_tokenizer.convert_tokens_to_ids("<|im_start|>")
     assert byte_tokenizer(text, add_special_tokens=False)["input_ids"].count(bos) == 1
+
+
+def test_worked_examples_are_plain_text_and_never_an_answer(byte_tokenizer):
+    byte_tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
+    try:
+        for name in ("few_shot", "few_shot_direct"):
+            text = joined(PROTOCOLS[name].prompt("Which river?", "", byte_tokenizer))
+            assert "<|im_start|>" not in text and text.endswith("Question: Which river?\n")
+            assert text.count("<answer>") >= 2 and action(name, "Which river?") == ("malformed", "")
+    finally:
+        byte_tokenizer.chat_template = None
