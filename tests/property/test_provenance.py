@@ -9,9 +9,9 @@ uneven.
 import re
 from types import SimpleNamespace
 
-from conftest import ScriptedEngine, build_ambiguous_tokenizer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support import ScriptedEngine, build_ambiguous_tokenizer
 
 from hiexp.data import Sample
 from hiexp.engine import Completion

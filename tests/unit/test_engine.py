@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from conftest import build_ambiguous_tokenizer, build_byte_tokenizer, build_tiny_model
+from support import build_ambiguous_tokenizer, build_byte_tokenizer, build_tiny_model
 
 from hiexp.config import ConfigError
 from hiexp.engine import Sampling, TorchEngine, _Row, decode

@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from conftest import build_tiny_model
+from support import build_tiny_model
 
 from hiexp.config import ConfigError
 from hiexp.data import Sample

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import ScriptedEngine, ToySearch, build_tiny_model
+from support import ScriptedEngine, ToySearch, build_tiny_model
 
 from hiexp.config import ConfigError
 from hiexp.data import Sample
