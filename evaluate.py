@@ -19,6 +19,7 @@ from hiexp.data import Sample
 from hiexp.evaluation import Decoding, describe_setting, evaluate, to_markdown, write_results
 from hiexp.hek import HEK
 from hiexp.report import write_report
+from hiexp.rewards import score
 from hiexp.search import read_corpus
 from hiexp.tracking import finish_run, open_run_folder, write_trajectories
 
@@ -39,6 +40,7 @@ def main(cfg: Config) -> None:
             arm = f"{name}_{decoding.name}"
             draw = {"group_size": decoding.samples, "temperature": decoding.temperature, "top_p": decoding.top_p}
             attempts = agent.rollout_all(samples, cfg.eval.seed, f"evaluate {arm}", hek, **draw)
+            score(attempts, samples, cfg.reward, decoding.samples)  # what the page shows beside each trajectory
             results[arm] = evaluate(attempts, samples, cfg.eval, decoding.samples)
             settings[arm] = setting_of(cfg, agent, samples, decoding, hek)
             shown[arm] = attempts[:: decoding.samples]
@@ -67,6 +69,8 @@ def setting_of(cfg: Config, agent: Agent, samples: Sequence[Sample], decoding: D
         samples=samples,
         decoding=decoding,
         seed=cfg.eval.seed,
+        rollout=asdict(cfg.rollout),
+        thresholds={"case": cfg.hek.case_threshold, "strategy": cfg.hek.strategy_threshold},
     )
 
 

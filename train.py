@@ -9,11 +9,12 @@ rewards -> update -> new weights for the engine. The loss is hiexp/loss.py.
 """
 
 import sys
+import warnings
 from collections.abc import Sequence
 
 from hiexp.assemble import Agent, Config, load_models, open_agent, open_samples
 from hiexp.checkpoint import save_policy
-from hiexp.config import run_script
+from hiexp.config import ConfigError, run_script
 from hiexp.data import PromptSampler, Sample
 from hiexp.evaluation import EvalConfig, evaluate
 from hiexp.model import full_parameters
@@ -24,6 +25,7 @@ from hiexp.trainer import make_optimizer, update_policy
 
 def main(cfg: Config) -> None:
     samples = open_samples(cfg.data, "train")
+    check(cfg, len(samples))
     dev = open_samples(cfg.data, "dev") if cfg.train.dev_every else []
     agent = open_agent(cfg)
     out = open_run_folder(cfg.out, cfg)
@@ -54,10 +56,21 @@ def main(cfg: Config) -> None:
             if cfg.train.show_every and step % cfg.train.show_every == 0:
                 shown += trajectories
                 write_trajectories(out / "trajectories.jsonl", shown)
+            if is_last or (cfg.train.save_every and (step + 1) % cfg.train.save_every == 0):
+                save_policy(policy, agent.tokenizer, out / "policy")
             log.log(step, metrics)
+    finish_run(out, {"steps": cfg.train.steps, "hek": cfg.hek.path})
 
-    save_policy(policy, agent.tokenizer, out / "policy")
-    finish_run(out, {"steps": cfg.train.steps, "hek": cfg.hek.path, "last": metrics})
+
+def check(cfg: Config, num_samples: int) -> None:
+    """What would make training pointless, told before any work."""
+    if cfg.rollout.temperature <= 0:
+        raise ConfigError("rollout.temperature=0: greedy siblings are all alike and teach nothing; set it above 0")
+    if cfg.rollout.group_size == 1:
+        warnings.warn("rollout.group_size=1: nothing to compare with, the advantage is the reward itself", stacklevel=2)
+    if cfg.train.prompts_per_step > num_samples:
+        size = f"train.prompts_per_step={cfg.train.prompts_per_step}"
+        warnings.warn(f"{size} is more than the {num_samples} questions: a step repeats some of them", stacklevel=2)
 
 
 def validate(agent: Agent, dev: Sequence[Sample]) -> dict[str, float]:

@@ -42,6 +42,10 @@ class DataConfig:
     limit: int = 0
     """use only the first so many questions of each file; 0 = all"""
 
+    def __post_init__(self) -> None:
+        if self.limit < 0:
+            raise ConfigError(f"limit={self.limit} must be 0 (all) or above")
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -53,11 +57,16 @@ class TrainConfig:
     """validate (greedy) on data.dev every so many steps and at the end; 0 = never"""
     show_every: int = 10
     """write the trajectories of every so many steps to trajectories.jsonl; 0 = never"""
+    save_every: int = 100
+    """write the policy every so many steps, besides at the end; 0 = at the end only"""
 
     def __post_init__(self) -> None:
         for name in ("steps", "prompts_per_step"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("dev_every", "show_every", "save_every"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be 0 (never) or above")
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,17 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("seed", "threads"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must not be negative")
+        protocol = lookup(PROTOCOLS, self.rollout.protocol, "rollout.protocol")
+        if protocol.searches and self.search.backend == "none":
+            raise ConfigError(
+                f"rollout.protocol={self.rollout.protocol} searches, but search.backend is none; set bm25 or dense, or "
+                "a protocol that never searches"
+            )
 
 
 @dataclass
@@ -129,7 +149,7 @@ def open_agent(cfg: Config) -> Agent:
     """Protocol, tokenizer, encoder, HEK and search, in order of cost. Raises ConfigError naming what is wrong."""
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
-    protocol = lookup(PROTOCOLS, cfg.rollout.protocol, "protocol")
+    protocol = PROTOCOLS[cfg.rollout.protocol]
     tokenizer = load_tokenizer(cfg.model.path)
     protocol.prompt("?", "?", tokenizer)  # a chat template that does not fit is told now
     needs_encoder = bool(cfg.hek.path or cfg.search.backend == "dense")

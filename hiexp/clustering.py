@@ -21,7 +21,7 @@ LOOSEST = 0.3
 """Calibration goes no looser than this similarity: beyond it anything joins anything."""
 MEAN_SIZE = {1: (4, 12), 2: (3, 10)}
 FALLBACK = {1: 0.92, 2: 0.88}
-"""METHOD 4.4's values for e5, whose cosines lie close together."""
+"""Usual values for e5, whose cosines lie close together."""
 
 
 def cluster(
@@ -45,7 +45,7 @@ def calibrate_threshold(
     linkage: str = "average",
     at_most: float = 1.0,
 ) -> tuple[float, str]:
-    """The strictest tau at which the clusters have a useful size (METHOD 4.4), and how it was found.
+    """The strictest tau at which the clusters have a useful size, and how it was found.
 
     On a grid of 0.005 up to `at_most` (a coarser level must not be stricter): the mean size of clusters of
     two or more lies in [4, 12] (level 1) or [3, 10] (level 2), and the largest has at most a tenth of the

@@ -255,4 +255,7 @@ def run_script(main: Callable[[Any], None], schema: type, argv: Sequence[str], d
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     return 0

@@ -295,6 +295,14 @@ class _Batch:
         return positions
 
 
+def with_bos(tokenizer: Any, ids: Sequence[int]) -> tuple[int, ...]:
+    """The ids of an opening prompt, with the begin-of-sequence token in front once if this tokenizer sets one."""
+    bos = tokenizer.bos_token_id
+    if bos is None or list(ids[:1]) == [bos] or tokenizer("a")["input_ids"][:1] != [bos]:
+        return tuple(ids)
+    return (bos, *ids)
+
+
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
     """The text that stop strings and parsers read: every token shown, spaces as they are."""
     return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -44,7 +44,9 @@ class EvalConfig:
     samples_per_question: int = 0
     """besides, so many attempts drawn with the two settings below"""
     temperature: float = 1.0
+    """of the sampled attempts"""
     top_p: float = 0.95
+    """of the sampled attempts"""
     metrics: tuple[str, ...] = ("em", "f1", "cem", "cem_bound", "cem_tokset")
     """names from metrics.py"""
     seed: int = 0
@@ -157,13 +159,19 @@ def evaluate(
     return EvalResult(overall, _split(attempts, cfg, "family"), _split(attempts, cfg, "family_group"), attempts)
 
 
-def difference(first: EvalResult, second: EvalResult, metric: str, seed: int = 0) -> Interval:
+def difference(first: Sequence[Attempt], second: Sequence[Attempt], metric: str, seed: int = 0) -> Interval:
     """How much higher `second` scores, paired by question (tighter than two separate intervals)."""
-    before, after = _per_question(first.attempts, metric), _per_question(second.attempts, metric)
+    before, after = _per_question(first, metric), _per_question(second, metric)
     if before.keys() != after.keys():
         raise ValueError("the two results are of different questions")
     gains = [after[question] - before[question] for question in before]
     return Interval(sum(gains) / len(gains), *bootstrap_interval(gains, seed))
+
+
+def read_attempts(path: str | Path) -> list[Attempt]:
+    """The lines of a samples_<arm>.jsonl."""
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    return [Attempt(**json.loads(line)) for line in lines]
 
 
 def describe_setting(
@@ -178,6 +186,8 @@ def describe_setting(
     samples: Iterable[Sample],
     decoding: Decoding,
     seed: int,
+    rollout: Mapping[str, Any],
+    thresholds: Mapping[str, float],
 ) -> dict[str, Any]:
     """What a result depends on. `template` is a rendered prompt, `encoder` names the retriever."""
     return {
@@ -190,6 +200,8 @@ def describe_setting(
         "top_k": top_k,
         "questions": _hash(f"{s.id}\0{s.question}\0{s.answers}" for s in samples),
         "decoding": {**asdict(decoding), "seed": seed},
+        "rollout": dict(rollout),
+        "thresholds": dict(thresholds),
         "scorer": SCORER_VERSION,
     }
 

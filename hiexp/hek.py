@@ -44,7 +44,9 @@ class HEKConfig:
     strategy_threshold: float = 0.0
     """least cosine (inclusive) of the question and a level-2 or level-3 title; below it nothing is shown"""
     case_top_k: int = 1
+    """cases beside the documents of one query, at most"""
     strategy_top_k: int = 5
+    """lines in the strategy block, at most"""
     exclude_self: bool = True
     """hide what was distilled from the very question that is asked (its writer saw the gold answer)"""
 

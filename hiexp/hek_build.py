@@ -59,13 +59,17 @@ class BuildConfig:
     min_cluster: int = 2
     """smaller clusters stay at their level"""
     max_level: int = 3
+    """1 cases, 2 patterns too, 3 strategies too"""
     merge_threshold: float | None = 0.97
     """cases of one type whose titles are this close become one entry with the sources of all; null = never"""
     max_attempts: int = 3
     """replies asked for, each with a fresh seed, before a pair or cluster is given up"""
     reflect_temperature: float = 0.7
+    """of the reflector's replies; 0 = greedy"""
     reflect_top_p: float = 0.9
+    """see rollout.top_p"""
     max_new_tokens: int = 512
+    """room for one reply"""
     tokens_per_batch: int = 32768
     """prompt and reply tokens that are generated together; bounds memory"""
     success_max_words: int = 20
@@ -77,6 +81,9 @@ class BuildConfig:
         for name, least in (("rollouts_per_question", 2), ("min_cluster", 1), ("max_attempts", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}")
+        for name in ("questions", "max_new_tokens", "tokens_per_batch", "success_max_words"):
+            if getattr(self, name) < (name != "questions"):
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least {int(name != 'questions')}")
         if self.max_level not in (1, 2, 3):
             raise ConfigError(f"max_level={self.max_level} must be 1, 2 or 3")
         for name in ("threshold_1", "threshold_2", "merge_threshold"):
@@ -147,7 +154,7 @@ def build_hek(
 
 
 def is_success(trajectory: Trajectory, sample: Sample, max_words: int = 20) -> bool:
-    """Answered, the answer covers a gold one, and is short enough not to cover it by luck (METHOD 4.1)."""
+    """Answered, the answer covers a gold one, and is short enough not to cover it by luck."""
     return (
         trajectory.status is Status.ANSWERED
         and len(trajectory.answer.split()) <= max_words
@@ -180,8 +187,7 @@ def contrastive_pairs(
 
 
 def select_pair(right: Sequence[Trajectory], wrong: Sequence[Trajectory]) -> tuple[Trajectory, Trajectory]:
-    """The success with the fewest searches (then tokens), and the failure that parts from it last (METHOD
-    4.2).
+    """The success with the fewest searches (then tokens), and the failure that parts from it last.
 
     A failure's distance is the length of the query prefix it shares; among equals one that gave an answer
     comes first, then the shorter.
@@ -258,7 +264,7 @@ def _experiences(
 def _merge(
     entries: Sequence[Experience], encoder: Encoder, threshold: float | None, report: BuildReport
 ) -> list[Experience]:
-    """Near duplicates of one type as one entry: the sources of all, the shortest body (METHOD 4.3)."""
+    """Near duplicates of one type as one entry: the sources of all, the shortest body."""
     if threshold is None:
         return list(entries)
     groups = near_duplicates(_embed(encoder, entries), [entry.type for entry in entries], threshold)

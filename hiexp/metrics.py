@@ -1,6 +1,6 @@
 """Answer metrics: a prediction and every gold answer in, a score in [0, 1] out. Pure functions, no torch.
 
-All follow METHOD.md 9. A new metric is a function `(prediction, answers) -> float` and one line of METRICS;
+A new metric is a function `(prediction, answers) -> float` and one line of METRICS;
 configurations name it by its key. Dates and number words get no special treatment: deleting punctuation makes
 "2.50" equal "250".
 """
@@ -82,20 +82,20 @@ def bootstrap_interval(values: Sequence[float], seed: int, n: int = 1000) -> tup
     return float(low), float(high)
 
 
-def extract_boxed(text: str) -> str:
-    r"""Content of the last complete `\boxed{...}` with `\text{}` unwrapped, or "" when there is none.
+def boxes(text: str) -> list[tuple[int, str]]:
+    r"""Every complete `\boxed{...}`, in order: where it ends, and its content with `\text{}` unwrapped.
 
-    Braces are counted, so an answer may hold braces; a box that a length limit cut off is no answer at all
-    (B04).
+    Braces are counted, so an answer may hold braces; a box that a length limit cut off is no answer at all.
     """
-    for match in reversed(list(_BOXED.finditer(text))):
+    found = []
+    for match in _BOXED.finditer(text):
         end = _closing_brace(text, match.end())
         if end is not None:
             content, changed = text[match.end() : end], 1
             while changed:
                 content, changed = _TEXT.subn(r"\1", content)
-            return content.strip()
-    return ""
+            found.append((end + 1, content.strip()))
+    return sorted(found)
 
 
 def _best(prediction: str, answers: Sequence[str], compare: Callable[[str, str], float]) -> float:

@@ -34,7 +34,7 @@ class ModelConfig:
     dtype: str = "float32"
     "float32 or bfloat16; log-probs and loss are float32 either way"
     attention: str = "sdpa"
-    "sdpa (5 % faster than eager on a CPU, and linear memory), eager, or flash_attention_2"
+    "sdpa (5 % faster than eager on a CPU, and linear memory) or eager"
 
     def __post_init__(self) -> None:
         lookup(DTYPES, self.dtype, "dtype")
@@ -133,4 +133,4 @@ def _one_line(error: Exception) -> str:
 
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-ATTENTIONS: dict[str, Any] = {name: name for name in ("eager", "sdpa", "flash_attention_2")}
+ATTENTIONS: dict[str, Any] = {name: name for name in ("eager", "sdpa")}

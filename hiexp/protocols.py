@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 from hiexp.config import ConfigError
+from hiexp.metrics import boxes
 from hiexp.trajectory import Document, Source
 
 Pieces = list[tuple[Source, str]]
@@ -37,6 +38,11 @@ class AgentProtocol(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def searches(self) -> bool:
+        """Whether a turn can ask for a search."""
+        ...
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -96,6 +102,10 @@ class TagProtocol:
     use_titles: bool = True
     use_chat: bool = True
     """render through the tokenizer's chat template, where there is one; False: plain text for the model to continue"""
+
+    @property
+    def searches(self) -> bool:
+        return self.query_tags is not None
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -204,17 +214,8 @@ def _pairs(text: str, tags: tuple[str, str]) -> list[_Span]:
 
 
 def _boxes(text: str) -> list[_Span]:
-    """Every balanced `\\boxed{}` outside closed thoughts, in order; an unclosed one never yields a fragment."""
-    text = _THINK.sub(lambda thought: " " * len(thought[0]), text)
-    spans = []
-    for found in re.finditer(r"\\boxed\s*\{", text):
-        depth = 1
-        for index in range(found.end(), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[index], 0)
-            if depth == 0:
-                spans.append(_Span(index + 1, text[found.end() : index]))
-                break
-    return sorted(spans)
+    """Every complete box outside closed thoughts, in order."""
+    return [_Span(end, content) for end, content in boxes(_THINK.sub(lambda thought: " " * len(thought[0]), text))]
 
 
 def _tool_query(content: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hiexp.encoder import Encoder
-from hiexp.engine import Engine, Sampling
+from hiexp.engine import Engine, Sampling, with_bos
 from hiexp.hek_prompts import ReflectionPrompts, parse_reply, turn_down
 
 SLOT = "[[REQUEST]]"
@@ -119,7 +119,7 @@ class Reflector:
             messages = [{"role": "user", "content": SLOT}]
             chat = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             head, _, tail = chat.partition(SLOT)
-        before = self.tokenizer.encode(head, add_special_tokens=False)
+        before = list(with_bos(self.tokenizer, self.tokenizer.encode(head, add_special_tokens=False)))
         after = self.tokenizer.encode(tail, add_special_tokens=False)
         literal = not self.prompts.own_tags  # a control token that a trace spells out stays text
         for text in wordings:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from hiexp.config import ConfigError
 from hiexp.data import Sample
-from hiexp.engine import Completion, Engine, Sampling, decode
+from hiexp.engine import Completion, Engine, Sampling, decode, with_bos
 from hiexp.hek import HEK
 from hiexp.protocols import Action, AgentProtocol, Pieces
 from hiexp.sampling import derive_seed
@@ -29,9 +29,13 @@ REPEATED = "this query was already searched so see the earlier result"
 LIMIT = "the search limit is reached so answer now"
 MALFORMED = "no query and no answer was found so write one of them"
 NOTHING_FOUND = "nothing was found"
-OUT_OF_TURNS = "the turn limit is reached"
 NOTICES = (REPEATED, LIMIT, MALFORMED, NOTHING_FOUND)
-"""Every notice that a policy can see; `OUT_OF_TURNS` stands in the record alone."""
+"""Every notice that a policy can see."""
+UNEXECUTED = {
+    Status.OUT_OF_TURNS: "the turn limit is reached",
+    Status.BROKEN: "an id without a token was sampled",
+}
+"""Why a query of the last turn was not executed: in the record alone, the policy never sees it."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +43,11 @@ class RolloutConfig:
     """How trajectories are sampled, and what they may cost."""
 
     protocol: str = "qwen_tool"
-    """a name in protocols.PROTOCOLS"""
+    """qwen_tool, search_o1, search_r1, few_shot, few_shot_direct, compact or direct"""
     group_size: int = 8
     """trajectories per question (G)"""
     max_turns: int = 12
+    """turns of one trajectory, the answer included"""
     max_searches: int = 10
     """queries that are executed per trajectory"""
     max_malformed: int = 2
@@ -52,17 +57,21 @@ class RolloutConfig:
     max_document_tokens: int = 160
     """each document is cut to this"""
     max_turn_tokens: int = 512
+    """tokens the policy may write in one turn"""
     max_response_tokens: int = 8192
     """everything after the prompt, whoever wrote it"""
     temperature: float = 1.0
     """0 = greedy"""
     top_p: float = 0.95
+    """sample from the likeliest tokens that hold this much probability; 1 keeps all"""
     strategy_level: Literal[0, 2, 3] = 2
     """level of the experience in the prompt; 0 = none"""
     use_cases: bool = True
     """show level-1 experience beside the documents"""
     strategy_tokens: int = 256
+    """budget of the strategy block in the prompt"""
     case_tokens: int = 128
+    """budget of the cases beside one query's documents"""
     case_key: Literal["query", "question_query"] = "query"
     """what a case is looked up by: Eq. 2 embeds the query; with the question before it, it knows the task too"""
 
@@ -158,6 +167,7 @@ class _Run:
         rows = []
         for i, (sample, (strategy, shown)) in enumerate(zip(samples, plans, strict=True)):
             prompt = self._segments(self.protocol.prompt(sample.question, strategy, self.tokenizer))
+            prompt[0] = Segment(prompt[0].source, with_bos(self.tokenizer, prompt[0].token_ids))
             for member in range(self.cfg.group_size):
                 trajectory = Trajectory(sample.id, member, self.engine.version, shown)
                 for segment in prompt:
@@ -186,8 +196,7 @@ class _Run:
         row.closed = ids[-1] if completion.finish == "eos" and kept == len(completion.token_ids) and ids else None
         status = self._status(row, completion.finish)
         if status is not Status.RUNNING:
-            unseen = OUT_OF_TURNS if status is Status.OUT_OF_TURNS else ""
-            self._record(row, notice=unseen)
+            self._record(row, notice=UNEXECUTED.get(status, ""))
             row.trajectory.status = status
             row.trajectory.answer = action.text if status is Status.ANSWERED else ""
             return False

@@ -1,4 +1,4 @@
-"""Was training stable? The panel of numbers that answers it, from the lines of a run's metrics.jsonl (METHOD 12.3).
+"""Was training stable? The panel of numbers that answers it, from the lines of a run's metrics.jsonl.
 
 The variance of normalised advantages is (almost) the share of groups with a signal, so a lower one says nothing about
 noise by itself; that is why the groups without a signal and the raw variance of rewards stand beside it.

@@ -3,6 +3,7 @@
 Letters: n rows, V vocabulary.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +29,7 @@ class Sampling:
     """a row's draw depends on this and the row's own logits, not on the batch it is in"""
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise ConfigError(f"temperature={self.temperature} must be 0 (greedy) or above")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p={self.top_p} must be in (0, 1]; 1 keeps every token")

@@ -1,4 +1,4 @@
-"""The numbers that one training step logs about itself (METHOD 12.3); run_panel.py reads them over a whole run.
+"""The numbers that one training step logs about itself; run_panel.py reads them over a whole run.
 
 `StepTotals` collects what the updates see, `signal_metrics` what the rewards say, `sampler_metrics` what was trained
 and how well engine and trainer agree. A new number is a line here.
@@ -60,7 +60,7 @@ class StepTotals:
 
 
 def signal_metrics(rewards: Tensor, advantages: Tensor) -> dict[str, float]:
-    """How much the groups have to say (METHOD 12.3); variances are population variances over the whole step.
+    """How much the groups have to say; variances are population variances over the whole step.
 
     A group of identical rewards counts as all right from a reward of one half on, as all wrong below.
     """

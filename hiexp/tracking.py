@@ -221,10 +221,11 @@ def _probe(folder: Path) -> None:
 
 def _refuse_other_run(folder: Path, found: Path, wanted: Path) -> None:
     remedy = "choose another out=... or delete that folder"
+    content = {p.name for p in folder.iterdir() if not p.name.startswith(".")}
+    if content <= {"config.yaml", "run.json"}:
+        return  # new, or claimed by a start that failed before it produced anything
     if not found.exists():
-        if any(not p.name.startswith(".") for p in folder.iterdir()):
-            raise ConfigError(f"out={folder} holds files that are not of a run; {remedy}")
-        return
+        raise ConfigError(f"out={folder} holds files that are not of a run; {remedy}")
     if found.read_bytes() != wanted.read_bytes():
         raise ConfigError(f"out={folder} holds a run with other settings (see its config.yaml); {remedy}")
     if (folder / "summary.json").exists():

@@ -45,6 +45,12 @@ class OptimConfig:
         for name in ("lr", "max_grad_norm", "mini_batches", "tokens_per_micro_batch"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be above 0")
+        if not math.isfinite(self.lr):
+            raise ConfigError(f"lr={self.lr} must be finite")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"betas={list(self.betas)} must be in [0, 1)")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError(f"weight_decay={self.weight_decay} must be 0 or above")
 
 
 def make_optimizer(model: PreTrainedModel, cfg: OptimConfig) -> Optimizer:

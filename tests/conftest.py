@@ -4,8 +4,12 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from support import ScriptedEngine, ToySearch, build_ambiguous_tokenizer, build_byte_tokenizer, build_tiny_model
 from transformers import PreTrainedTokenizerFast
+
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""QA scoring derived again from its written description (METHOD.md 9), by other means; imports nothing of
+"""QA scoring derived again from its written description, by other means; imports nothing of
 hiexp.
 
 No regular expression, no Counter, no substring operator: characters are walked, multisets are matched by

@@ -1,4 +1,4 @@
-"""Clustering against scikit-learn's own labels, scipy, a naive loop in pure Python, and METHOD 4.4's height
+"""Clustering against scikit-learn's own labels, scipy, a naive loop in pure Python, and known height
 facts. Broken on purpose, each of these failed: `<=` for `<`, similarities as distances, zero rows kept, h =
 tau."""
 

@@ -95,10 +95,10 @@ def test_paired_difference_is_tighter_than_two_intervals():
     samples = [sample(i) for i in range(60)]
     before = evaluate([attempt(i, f"gold {i}" if i < 30 else "x") for i in range(60)], samples, EvalConfig())
     after = evaluate([attempt(i, f"gold {i}" if i < 36 else "x") for i in range(60)], samples, EvalConfig())
-    gain = difference(before, after, "em")
+    gain = difference(before.attempts, after.attempts, "em")
     assert gain.mean == pytest.approx(0.1) and 0 < gain.low < gain.mean < gain.high < 0.2
     with pytest.raises(ValueError, match="different questions"):
-        difference(before, evaluate([attempt(0, "x")], samples[:1], EvalConfig()), "em")
+        difference(before.attempts, evaluate([attempt(0, "x")], samples[:1], EvalConfig()).attempts, "em")
 
 
 def setting(**changes):
@@ -106,6 +106,7 @@ def setting(**changes):
         "model": "tiny", "hek": None, "protocol": "compact", "template": "question : x",
         "documents": [Document("a", "b")], "encoder": "bm25", "top_k": 3, "samples": [sample(0)],
         "decoding": EvalConfig().decodings[0], "seed": 0,
+        "rollout": {"top_k": 3}, "thresholds": {"case": 0.8},
     }  # fmt: skip
     return describe_setting(**(arguments | changes))
 
@@ -119,6 +120,8 @@ def test_B95_every_setting_is_recorded_and_differences_are_named(tmp_path):
         "top_k": {"top_k": 5},
         "questions": {"samples": [sample(0), sample(1)]},
         "decoding": {"decoding": SAMPLED.decodings[0]},
+        "rollout": {"rollout": {"top_k": 3, "strategy_level": 3}},
+        "thresholds": {"thresholds": {"case": 0.9}},
     }
     for key, change in changes.items():
         lines = compare_settings(setting(), setting(**change))

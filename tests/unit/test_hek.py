@@ -336,3 +336,13 @@ def test_a_failed_write_leaves_the_old_store_and_no_rubbish(tmp_path, monkeypatc
     with pytest.raises(ConfigError, match="cannot write"):
         HEK([case(7, "other")], encoder).save(tmp_path / "new")
     assert len(HEK.load(folder, encoder)) == 4 and [p.name for p in tmp_path.iterdir()] == ["hek"]
+
+
+def test_blocks_hide_what_was_distilled_from_the_asked_question():
+    own, other = case(1, "t", "mine", level=2), case(2, "t", "yours", level=2)
+    cases = [case(3, "t", "mine"), case(4, "t", "yours")]
+    hek = HEK([own, other, *cases], TableEncoder({"t": (1, 0), "q": (1, 0)}), HEKConfig(strategy_top_k=9, case_top_k=9))
+    [(_, shown)] = hek.strategy_block(["q"], ["mine"], 2, words, 99)
+    assert shown == (other.id,)
+    [(_, shown)] = hek.case_block(["q"], ["mine"], [set()], words, 99)
+    assert shown == (cases[1].id,)

@@ -1,9 +1,9 @@
-"""Cases of METHOD.md 9 and BUGS.md by number. Must fail when a rule is dropped or aliases are ignored."""
+"""Scoring rules, and reported faults by number. Must fail when a rule is dropped or aliases are ignored."""
 
 import numpy as np
 import pytest
 
-from hiexp.metrics import METRICS, bootstrap_interval, extract_boxed, normalise
+from hiexp.metrics import METRICS, bootstrap_interval, boxes, normalise
 
 
 def scores(prediction, *answers):
@@ -93,8 +93,10 @@ def test_answers_must_be_a_sequence_of_strings():
         (r"\boxed{}", ""),
     ],
 )
-def test_extract_boxed(text, answer):
-    assert extract_boxed(text) == answer
+def test_the_last_complete_box(text, answer):
+    found = boxes(text)
+    assert (found[-1][1] if found else "") == answer
+    assert all(text[end - 1] == "}" for end, _ in found)
 
 
 def test_bootstrap_interval_agrees_with_theory_and_is_seeded():

@@ -249,3 +249,8 @@ def test_worked_examples_are_plain_text_and_never_an_answer(byte_tokenizer):
             assert text.count("<answer>") >= 2 and action(name, "Which river?") == ("malformed", "")
     finally:
         byte_tokenizer.chat_template = None
+
+
+def test_boxed_text_is_unwrapped_and_escaped_braces_are_kept():
+    assert action("direct", r"so \boxed{\text{Paris}}") == ("answer", "Paris")
+    assert action("direct", r"\boxed{a \} b}") == ("answer", r"a \} b")

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support import ScriptedEngine, ToySearch, build_tiny_model
+from support import ScriptedEngine, ToySearch, build_byte_tokenizer, build_tiny_model
+from tokenizers import processors
 
 from hiexp.config import ConfigError
 from hiexp.data import Sample
@@ -17,8 +18,8 @@ from hiexp.rollout import (
     LIMIT,
     MALFORMED,
     NOTHING_FOUND,
-    OUT_OF_TURNS,
     REPEATED,
+    UNEXECUTED,
     RolloutConfig,
     normalise_query,
     run_rollouts,
@@ -97,7 +98,7 @@ def test_out_of_turns_without_a_last_search(scripted_engine):
     (trajectory,) = roll(engine, search, max_turns=2)
     assert trajectory.status is Status.OUT_OF_TURNS and search.batches == [["a"]]
     assert trajectory.segments[-1].source is Source.POLICY
-    assert [turn.notice for turn in trajectory.turns] == ["", OUT_OF_TURNS]
+    assert [turn.notice for turn in trajectory.turns] == ["", UNEXECUTED[Status.OUT_OF_TURNS]]
 
 
 def test_too_many_malformed_turns_end_it(scripted_engine):
@@ -189,6 +190,30 @@ def test_phantom_id_breaks_the_trajectory(scripted_engine):
     (trajectory,) = roll(scripted_engine([query("a"), broken]))
     assert trajectory.status is Status.BROKEN
     assert trajectory.segments[-1].token_ids == (60, 999)
+
+
+def test_a_query_in_a_broken_turn_is_not_counted_as_executed(scripted_engine, byte_tokenizer):
+    ids = [*byte_tokenizer.encode(query("a"), add_special_tokens=False), 999]
+    search = ToySearch()
+    engine = scripted_engine([Completion(tuple(ids), (-0.1,) * len(ids), "broken")])
+    (trajectory,) = roll(engine, search)
+    assert trajectory.status is Status.BROKEN and not search.batches
+    assert trajectory.num_searches == 0 and trajectory.turns[0].notice == UNEXECUTED[Status.BROKEN]
+
+
+def test_B82_a_plain_prompt_opens_with_one_bos_where_the_tokenizer_sets_one(scripted_engine):
+    tokenizer = build_byte_tokenizer(chat=False)
+    tokenizer.add_special_tokens({"bos_token": "<|im_start|>"})
+    (plain,) = roll(scripted_engine([ANSWER], tokenizer=tokenizer))
+    assert tokenizer.bos_token_id not in plain.token_ids, "a tokenizer that adds none gets none"
+    bos = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", bos)]
+    )
+    engine = scripted_engine([ANSWER], tokenizer=tokenizer)
+    (opened,) = roll(engine)
+    assert opened.token_ids[0] == bos and opened.token_ids.count(bos) == 1
+    assert engine.requests[0][1] == opened.token_ids[: len(engine.requests[0][1])]
 
 
 def test_B41_a_passage_under_two_ids_is_shown_once(scripted_engine, byte_tokenizer):

@@ -1,0 +1,146 @@
+"""What only the scripts themselves can get wrong, seen on an untrained model in seconds.
+
+Must fail if the engine keeps old weights, if trainer and engine use different temperatures, if the reference is the
+policy itself, if an evaluation arm has the wrong store or decoding, or if the HEK is built from guided rollouts.
+"""
+
+import json
+
+import pytest
+import torch
+
+import build_hek
+import evaluate
+import train
+from hiexp.assemble import Config
+from hiexp.checkpoint import save_policy
+from hiexp.config import ConfigError, load
+from hiexp.data import write_samples
+from hiexp.encoder import TfidfEncoder
+from hiexp.experience import Experience
+from hiexp.hek import HEK
+from hiexp.lab_policy import build_model, build_tokenizer
+from hiexp.lab_world import build_world, questions
+from hiexp.tracking import read_metrics, read_trajectories
+from hiexp.trajectory import Source
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
+    """Command line for a random policy in a real world, with one pattern that fits everything."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    world = build_world(0)
+    for name, samples in questions(world, {"train": 1, "test": 1}, 0).items():
+        write_samples(tmp_path / f"{name}.jsonl", samples)
+    lines = [json.dumps({"id": key, "title": d.title, "text": d.text}) + "\n" for key, d in world.passages()]
+    (tmp_path / "corpus.jsonl").write_text("".join(lines))
+    tokenizer = build_tokenizer()
+    save_policy(build_model(tokenizer, 0), tokenizer, tmp_path / "model")
+    encoder = TfidfEncoder.fit(["who is which the of was in"])
+    encoder.save(tmp_path / "encoder.json")
+    HEK([Experience("E2-0", 2, "pattern", "who which", "label", qa_groups=(("x", "?"),))], encoder).save(
+        tmp_path / "hek"
+    )
+    return [
+        "configs/lab.yaml",
+        f"model.path={tmp_path / 'model'}",
+        f"data.train={tmp_path / 'train.jsonl'}",
+        f"data.test={tmp_path / 'test.jsonl'}",
+        f"encoder.path={tmp_path / 'encoder.json'}",
+        f"search.corpus=[{tmp_path / 'corpus.jsonl'}]",
+        f"hek.path={tmp_path / 'hek'}",
+        "hek.strategy_threshold=-1",
+        "rollout.max_turn_tokens=8",
+        "rollout.group_size=2",
+        "train.prompts_per_step=6",
+        "train.dev_every=0",
+        "train.show_every=1",
+    ]
+
+
+def run(main, settings, *more):
+    main(load(Config, [*settings, *more]))
+
+
+def sources(path):
+    return {segment.source for trajectory in read_trajectories(path) for segment in trajectory.segments}
+
+
+def test_engine_and_trainer_stay_one_policy_and_the_reference_stays_behind(settings, tmp_path, monkeypatch):
+    draws = torch.Generator().manual_seed(0)
+    monkeypatch.setattr(train, "score", lambda t, s, cfg, size: torch.rand(len(s), size, generator=draws))
+    more = ("rollout.temperature=0.7", "train.steps=3", "optim.lr=1e-3")
+    run(train.main, settings, f"out={tmp_path / 'run'}", *more)
+    metrics = read_metrics(tmp_path / "run")
+    for line in metrics:
+        assert line["rollout/mismatch_max"] < 1e-4
+        assert line["rollout/trained_tokens"] > 50
+    assert metrics[0]["loss/kl"] < metrics[1]["loss/kl"] < metrics[2]["loss/kl"]
+    assert [t.policy_version for t in read_trajectories(tmp_path / "run/trajectories.jsonl")[::12]] == [0, 1, 2]
+    assert Source.EXPERIENCE in sources(tmp_path / "run/trajectories.jsonl")
+    before = (tmp_path / "model/model.safetensors").read_bytes()
+    assert (tmp_path / "run/policy/model.safetensors").read_bytes() != before
+
+
+def test_evaluation_arms_have_the_store_and_decoding_of_their_names(settings, tmp_path):
+    more = ("eval.samples_per_question=2", "eval.temperature=1.0")
+    for name in ("one", "two"):
+        run(evaluate.main, settings, f"out={tmp_path / name}", *more, f"eval.seed={len(name + 'x' * (name == 'two'))}")
+    for store in ("hek_off", "hek_on"):
+        greedy, again, sampled = (
+            [t.token_ids for t in read_trajectories(tmp_path / place / f"trajectories_{store}_{decoding}.jsonl")]
+            for place, decoding in (("one", "greedy"), ("two", "greedy"), ("one", "sampled"))
+        )
+        assert greedy == again, "greedy does not depend on the seed"
+        assert greedy != sampled
+        found = sources(tmp_path / "one" / f"trajectories_{store}_greedy.jsonl")
+        assert (Source.EXPERIENCE in found) == (store == "hek_on")
+    settings_of = json.loads((tmp_path / "one/evaluation.json").read_text())
+    assert settings_of["hek_off_greedy"]["setting"]["hek"] == "none" != settings_of["hek_on_greedy"]["setting"]["hek"]
+
+
+def test_a_hek_is_built_from_rollouts_without_experience(settings, tmp_path):
+    with pytest.raises(ConfigError, match="no HEK can be built"):
+        run(build_hek.main, settings, f"out={tmp_path / 'built'}", "build.questions=0", "build.rollouts_per_question=2")
+    assert Source.EXPERIENCE not in sources(tmp_path / "built/trajectories.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("rollout.temperature=0", "set it above 0"),
+        ("rollout.temperature=.nan", "greedy"),
+        ("search.backend=none", "searches, but"),
+        ("loss.kl_coef=.nan", "kl_coef"),
+        ("loss.clip_high=.inf", "clip_high"),
+        ("optim.lr=.inf", "lr=inf"),
+        ("optim.betas=[2, 2]", "betas"),
+        ("optim.weight_decay=-1", "weight_decay"),
+        ("seed=-1", "seed=-1"),
+        ("threads=-1", "threads=-1"),
+        ("data.limit=-1", "limit=-1"),
+        ("train.show_every=-1", "show_every=-1"),
+        ("build.questions=-5", "questions=-5"),
+        ("build.max_new_tokens=0", "max_new_tokens=0"),
+    ],
+)
+def test_settings_that_cannot_work_are_told_first(settings, tmp_path, change, message):
+    with pytest.raises(ConfigError, match=message):
+        run(train.main, settings, f"out={tmp_path / 'run'}", change)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_start_that_failed_does_not_block_its_folder(settings, tmp_path):
+    out = f"out={tmp_path / 'run'}"
+    with pytest.raises(ConfigError, match="float32"):
+        run(train.main, settings, out, "model.dtype=bfloat16", "train.steps=1")
+    run(train.main, settings, out, "train.steps=1")
+    with pytest.raises(ConfigError, match="other settings"):
+        run(train.main, settings, out, "train.steps=2")
+
+
+def test_unhelpful_group_sizes_are_warned_of(settings, tmp_path):
+    with pytest.warns(UserWarning, match="group_size=1"):
+        run(train.main, settings, f"out={tmp_path / 'a'}", "rollout.group_size=1", "train.steps=1")
+    with pytest.warns(UserWarning, match="more than the 16 questions"):
+        run(train.main, settings, f"out={tmp_path / 'b'}", "train.prompts_per_step=17", "train.steps=1")
