@@ -297,7 +297,7 @@ class _Batch:
 
 def with_bos(tokenizer: Any, ids: Sequence[int]) -> tuple[int, ...]:
     """The ids of an opening prompt, with the begin-of-sequence token in front once if this tokenizer sets one."""
-    bos = tokenizer.bos_token_id
+    bos = getattr(tokenizer, "bos_token_id", None)
     if bos is None or list(ids[:1]) == [bos] or tokenizer("a")["input_ids"][:1] != [bos]:
         return tuple(ids)
     return (bos, *ids)

@@ -12,7 +12,7 @@ import torch
 import build_hek
 import evaluate
 import train
-from hiexp.assemble import Config
+from hiexp.assemble import Config, load_models
 from hiexp.checkpoint import save_policy
 from hiexp.config import ConfigError, load
 from hiexp.data import write_samples
@@ -80,6 +80,16 @@ def test_engine_and_trainer_stay_one_policy_and_the_reference_stays_behind(setti
     assert Source.EXPERIENCE in sources(tmp_path / "run/trajectories.jsonl")
     before = (tmp_path / "model/model.safetensors").read_bytes()
     assert (tmp_path / "run/policy/model.safetensors").read_bytes() != before
+
+
+def test_policy_engine_and_reference_are_three_models(settings, tmp_path):
+    cfg = load(Config, [*settings, f"out={tmp_path / 'run'}"])
+    models = load_models(cfg, with_reference=True)
+    for parameters in zip(*(model.parameters() for model in models), strict=True):
+        assert len({parameter.data_ptr() for parameter in parameters}) == 3
+        assert [parameter.requires_grad for parameter in parameters] == [True, False, False]
+        assert all(torch.equal(parameters[0], other) for other in parameters)
+    assert load_models(cfg, with_reference=False)[2] is None
 
 
 def test_evaluation_arms_have_the_store_and_decoding_of_their_names(settings, tmp_path):

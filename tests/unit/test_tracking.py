@@ -54,7 +54,9 @@ def test_a_new_folder_holds_everything_needed_to_repeat_the_run(tmp_path):
 
 
 def test_another_run_is_never_overwritten(tmp_path):
-    folder = open_run_folder(tmp_path / "a", Config())
+    folder = open_run_folder(tmp_path / "a", Config(optim=Inner(lr=9.0)))
+    open_run_folder(folder, Config())  # claimed, but nothing was produced: a failed start does not block its folder
+    (folder / "metrics.jsonl").write_text("")
     before = contents(folder)
     with pytest.raises(ConfigError, match=r"other settings.*choose another out=.* or delete"):
         open_run_folder(folder, Config(optim=Inner(lr=2e-6)))
