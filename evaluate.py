@@ -20,7 +20,7 @@ from hiexp.evaluation import Decoding, describe_setting, evaluate, to_markdown, 
 from hiexp.hek import HEK
 from hiexp.report import write_report
 from hiexp.rewards import score
-from hiexp.search import read_corpus
+from hiexp.search import corpus_hash
 from hiexp.tracking import finish_run, open_run_folder, write_trajectories
 
 SHOWN = 12
@@ -33,6 +33,7 @@ def main(cfg: Config) -> None:
     out = open_run_folder(cfg.out, cfg)
     agent.start(load_models(cfg, with_reference=False)[1])
 
+    corpus = corpus_hash(cfg.search.corpus) if cfg.search.corpus else "none"
     stores = {"hek_off": HEK.empty()} | ({"hek_on": agent.hek} if cfg.hek.path else {})
     results, settings, shown = {}, {}, {}
     for name, hek in stores.items():
@@ -42,7 +43,7 @@ def main(cfg: Config) -> None:
             attempts = agent.rollout_all(samples, cfg.eval.seed, f"evaluate {arm}", hek, **draw)
             score(attempts, samples, cfg.reward, decoding.samples)  # what the page shows beside each trajectory
             results[arm] = evaluate(attempts, samples, cfg.eval, decoding.samples)
-            settings[arm] = setting_of(cfg, agent, samples, decoding, hek)
+            settings[arm] = setting_of(cfg, agent, samples, decoding, hek, corpus)
             shown[arm] = attempts[:: decoding.samples]
             write_trajectories(out / f"trajectories_{arm}.jsonl", shown[arm])
 
@@ -55,7 +56,9 @@ def main(cfg: Config) -> None:
     print(to_markdown(results))
 
 
-def setting_of(cfg: Config, agent: Agent, samples: Sequence[Sample], decoding: Decoding, hek: HEK) -> dict[str, Any]:
+def setting_of(
+    cfg: Config, agent: Agent, samples: Sequence[Sample], decoding: Decoding, hek: HEK, corpus: str
+) -> dict[str, Any]:
     """What this arm's numbers depend on; stored with them."""
     template = "".join(text for _, text in agent.protocol.prompt("?", "", agent.tokenizer))
     return describe_setting(
@@ -63,7 +66,7 @@ def setting_of(cfg: Config, agent: Agent, samples: Sequence[Sample], decoding: D
         hek=cfg.hek.path if hek is agent.hek and cfg.hek.path else None,
         protocol=cfg.rollout.protocol,
         template=template,
-        documents=[document for _, document in read_corpus(cfg.search.corpus)] if cfg.search.corpus else [],
+        corpus=corpus,
         encoder=f"{cfg.search.backend} {agent.encoder.fingerprint if agent.encoder else ''}".strip(),
         top_k=cfg.rollout.top_k,
         samples=samples,

@@ -71,9 +71,9 @@ class TfidfEncoder:
         self.fingerprint = f"tfidf:none:{_digest(json.dumps([self.vocabulary, self.idf]).encode())}"
 
     @classmethod
-    def fit(cls, texts: Sequence[str], min_count: int = 1) -> "TfidfEncoder":
-        """Vocabulary and idf of `texts`; terms in fewer than `min_count` (rare names) are left out."""
-        vectorizer = TfidfVectorizer(ngram_range=(1, 2), token_pattern=WORD, min_df=min_count)
+    def fit(cls, texts: Sequence[str]) -> "TfidfEncoder":
+        """Vocabulary and idf of `texts`."""
+        vectorizer = TfidfVectorizer(ngram_range=(1, 2), token_pattern=WORD)
         vectorizer.fit(texts)
         return cls([str(term) for term in vectorizer.get_feature_names_out()], vectorizer.idf_.tolist())
 

@@ -21,7 +21,7 @@ from hiexp.data import Sample
 from hiexp.metrics import METRICS, SCORER_VERSION, bootstrap_interval
 from hiexp.rewards import has_answer
 from hiexp.tracking import write_json
-from hiexp.trajectory import Document, Trajectory, groups_of
+from hiexp.trajectory import Trajectory, groups_of
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def describe_setting(
     hek: str | Path | None,
     protocol: str,
     template: str,
-    documents: Iterable[Document],
+    corpus: str,
     encoder: str,
     top_k: int,
     samples: Iterable[Sample],
@@ -189,13 +189,13 @@ def describe_setting(
     rollout: Mapping[str, Any],
     thresholds: Mapping[str, float],
 ) -> dict[str, Any]:
-    """What a result depends on. `template` is a rendered prompt, `encoder` names the retriever."""
+    """What a result depends on. `template` is a rendered prompt, `corpus` its hash, `encoder` names the retriever."""
     return {
         "model": model,
         "hek": "none" if hek is None else _hash(p.read_text("utf-8") for p in _hek_files(Path(hek))),
         "protocol": protocol,
         "template": _hash([template]),
-        "corpus": _hash(f"{d.title}\0{d.text}" for d in documents),
+        "corpus": corpus,
         "encoder": encoder,
         "top_k": top_k,
         "questions": _hash(f"{s.id}\0{s.question}\0{s.answers}" for s in samples),

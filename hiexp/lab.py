@@ -31,6 +31,7 @@ class WorldConfig:
     train_per_family: int = 24
     """questions of each family"""
     dev_per_family: int = 4
+    """for validation while training"""
     test_per_family: int = 12
     """every third of them has a wording that no other split has"""
 

@@ -132,11 +132,6 @@ class Trajectory:
     def queries(self) -> list[str]:
         return [turn.argument for turn in self.turns if turn.action == "search"]
 
-    def trainable_segments(self) -> list[Segment]:
-        """Segments up to the last one of the policy: what follows it costs memory and trains nothing."""
-        last = max((i for i, s in enumerate(self.segments) if s.source is Source.POLICY), default=-1)
-        return self.segments[: last + 1]
-
     def render(self, tokenizer: Any) -> str:
         """The trajectory as text, each segment marked with its author: look at your rollouts."""
         return "".join(f"[{s.source.value}]{tokenizer.decode(list(s.token_ids))}\n" for s in self.segments)

@@ -17,7 +17,7 @@ from hiexp.evaluation import (
     to_markdown,
     write_results,
 )
-from hiexp.trajectory import Document, Segment, Source, Status, Trajectory, Turn
+from hiexp.trajectory import Segment, Source, Status, Trajectory, Turn
 
 SAMPLED = EvalConfig(samples_per_question=2, greedy=False)
 
@@ -104,7 +104,7 @@ def test_paired_difference_is_tighter_than_two_intervals():
 def setting(**changes):
     arguments = {
         "model": "tiny", "hek": None, "protocol": "compact", "template": "question : x",
-        "documents": [Document("a", "b")], "encoder": "bm25", "top_k": 3, "samples": [sample(0)],
+        "corpus": "c0", "encoder": "bm25", "top_k": 3, "samples": [sample(0)],
         "decoding": EvalConfig().decodings[0], "seed": 0,
         "rollout": {"top_k": 3}, "thresholds": {"case": 0.8},
     }  # fmt: skip
@@ -115,7 +115,7 @@ def test_B95_every_setting_is_recorded_and_differences_are_named(tmp_path):
     changes = {
         "protocol": {"protocol": "search_r1"},
         "template": {"template": "other"},
-        "corpus": {"documents": [Document("ab", "")]},  # same characters, other fields
+        "corpus": {"corpus": "c1"},
         "encoder": {"encoder": "e5"},
         "top_k": {"top_k": 5},
         "questions": {"samples": [sample(0), sample(1)]},
