@@ -200,6 +200,8 @@ def require_file(path: str | Path) -> Path:
         return file
     if not str(path):
         raise ConfigError("a data file is needed, but its path is empty; set it in the configuration")
+    if file.is_dir():
+        raise ConfigError(f"{path} is a folder; name one of the files in it")
     if not file.parent.is_dir():
         raise ConfigError(f"no such file: {path} (there is no folder {file.parent})")
     names = sorted(p.name for p in file.parent.iterdir() if p.is_file())
@@ -237,14 +239,14 @@ def _line_items(stream: Iterable[str], file: Path) -> Iterator[tuple[str, Any]]:
             try:
                 yield f"{file}:{number}", json.loads(line)
             except json.JSONDecodeError as error:
-                raise DataError(f"{file}:{number}: not JSON ({error.msg} at column {error.colno})") from error
+                raise DataError(f"{file}:{number}: not JSON ({error.msg}, column {error.colno})") from error
 
 
 def _list_items(text: str, file: Path) -> Iterator[tuple[str, Any]]:
     try:
         items = json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"{file}:{error.lineno}: not a JSON list ({error.msg} at column {error.colno})") from error
+        raise DataError(f"{file}:{error.lineno}: not a JSON list ({error.msg}, column {error.colno})") from error
     for number, item in enumerate(items, 1):
         yield f"{file}[{number}]", item
 

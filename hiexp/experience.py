@@ -106,7 +106,9 @@ def read_store(
     """Records, vectors by level and settings; ConfigError naming the file and line that is wrong."""
     path = Path(folder)
     if not (path / "header.json").is_file():
-        raise ConfigError(f"no HEK in {str(folder)!r} (hek.path: no header.json there); build one with build_hek.py")
+        inside = path / "hek"
+        remedy = f"did you mean {inside}?" if (inside / "header.json").is_file() else "build one with build_hek.py"
+        raise ConfigError(f"no HEK in {str(folder)!r} (hek.path: no header.json there); {remedy}")
     header = _read_header(path / "header.json")
     if header.get("encoder") != fingerprint:
         raise ConfigError(
@@ -184,7 +186,7 @@ def _read_level(folder: Path, level: int, header: Mapping[str, Any], dim: int) -
     try:
         rows = np.load(vectors, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise ConfigError(f"{vectors} cannot be read ({error}); {REBUILD}") from error
+        raise ConfigError(f"{vectors} is missing, cut off or not plain numbers; {REBUILD}") from error
     entries = [_read_record(line, f"{records}:{n}", level) for n, line in enumerate(lines[:-1], 1)]
     if lines[-1]:
         raise ConfigError(f"{records}:{len(lines)}: the last line is cut off; {REBUILD}")

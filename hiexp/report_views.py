@@ -119,7 +119,7 @@ def _attempt(arm: str, trajectory: Trajectory, tokenizer: Any) -> str:
     ended = (
         escape(trajectory.answer) if trajectory.status is Status.ANSWERED else trajectory.status.value.replace("_", " ")
     )
-    facts = f"reward {trajectory.reward:.2f}, {trajectory.num_searches} searches, policy {trajectory.policy_version}"
+    facts = f"reward {trajectory.reward:.2f}, {trajectory.num_searches} searches"
     used = [*trajectory.strategies, *(case for turn in trajectory.turns for case in turn.cases)]
     links = ", ".join(f'<a href="#{escape(entry)}">{escape(entry)}</a>' for entry in dict.fromkeys(used))
     segments = "".join(

@@ -130,7 +130,7 @@ def test_missing_file_suggests_the_nearest_name(tmp_path):
         data.read_passages(tmp_path / "nowhere" / "train.jsonl")
     with pytest.raises(ConfigError, match="its path is empty"):
         data.read_samples("")
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ConfigError, match="is a folder"):
         data.read_samples(tmp_path)
 
 

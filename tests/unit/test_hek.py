@@ -259,7 +259,7 @@ DAMAGE = {
     "no records": (lambda f: (f / "level2.jsonl").unlink(), "level2.jsonl"),
     "no vectors": (lambda f: (f / "level1.npy").unlink(), "level1.npy"),
     "empty vectors": (lambda f: (f / "level1.npy").write_bytes(b""), "level1.npy"),
-    "pickled vectors": (pickled, "level1.npy cannot be read.*pickle"),
+    "pickled vectors": (pickled, "level1.npy is missing, cut off or not plain numbers"),
     "bad line": (
         edit("level1.jsonl", lambda t: t.replace('{"id": "E1-000002"', '{"id" "E1-000002"')),
         "level1.jsonl:2",
