@@ -23,6 +23,8 @@ from hiexp.trajectory import groups_of
 
 def main(cfg: Config) -> None:
     samples = open_samples(cfg.data, "train")
+    if cfg.rollout.temperature <= 0:
+        raise ConfigError("rollout.temperature=0: greedy attempts are all alike, none to contrast; set it above 0")
     if cfg.build.questions > len(samples):
         there = f"{cfg.data.train} has {len(samples)} questions"
         raise ConfigError(f"build.questions={cfg.build.questions}, but {there}; lower it, or set 0 for all")

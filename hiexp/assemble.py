@@ -36,7 +36,7 @@ class DataConfig:
     train: str = ""
     """file of training questions, {id, question, answers, family?} as JSON lines; train.py and build_hek.py"""
     dev: str = ""
-    """file of questions for validation while training; empty = no validation"""
+    """file of questions for validation while training (train.dev_every)"""
     test: str = ""
     """file of questions that evaluate.py asks"""
     limit: int = 0

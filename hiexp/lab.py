@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from hiexp.checkpoint import save_policy
-from hiexp.config import lookup, run_script
+from hiexp.config import ConfigError, lookup, run_script
 from hiexp.data import write_samples
 from hiexp.encoder import TfidfEncoder
 from hiexp.lab_demo import run_demo
@@ -35,6 +35,11 @@ class WorldConfig:
     test_per_family: int = 12
     """every third of them has a wording that no other split has"""
 
+    def __post_init__(self) -> None:
+        for name in ("train_per_family", "dev_per_family", "test_per_family"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+
 
 @dataclass(frozen=True)
 class LabConfig:
@@ -50,6 +55,10 @@ class LabConfig:
     """more key=value settings for the three scripts (demo)"""
     world: WorldConfig = field(default_factory=WorldConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+
+    def __post_init__(self) -> None:
+        if self.seed < 0 or self.threads < 1:
+            raise ConfigError(f"seed={self.seed} must not be negative and threads={self.threads} must be at least 1")
 
 
 def write_world(cfg: LabConfig, out: Path) -> None:

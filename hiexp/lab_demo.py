@@ -109,7 +109,7 @@ def run_demo(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `watch` ends the stages, as for Ctrl-C
     stages = Stages(out, config, seed, overrides)
     _keep_old(out, stages)
-    out.mkdir(parents=True)
+    out.mkdir(parents=True, exist_ok=True)
     stages.say("world: a fictional encyclopedia and its questions")
     write_world(out / "world")
     stages.say("policy: warm start of a tiny transformer on practice traces")
@@ -138,12 +138,15 @@ def _after(before: Future[None], call: Callable[..., None], *arguments: str) -> 
 
 
 def _keep_old(out: Path, stages: Stages) -> None:
-    """Nothing is ever overwritten: what stands in the demo's place is moved aside."""
-    if not out.exists():
+    """Nothing is ever overwritten: an earlier demo is moved aside, anything else is refused."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
-    free = next(name for n in range(1, 10_000) if not (name := out.with_name(f"{out.name}-{n}")).exists())
-    out.rename(free)
-    stages.say(f"{out} held an earlier demo; it is now {free}")
+    if not (out / "world").is_dir():
+        raise ConfigError(f"out={out} holds something that is not a demo; choose another out=...")
+    place = out.absolute()
+    free = next(name for n in range(1, 10_000) if not (name := place.with_name(f"{place.name}-{n}")).exists())
+    place.rename(free)
+    stages.say(f"{out} held an earlier demo; it is now {free.name}")
 
 
 def _collect(out: Path, seed: int, stages: Stages) -> None:

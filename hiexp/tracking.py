@@ -59,6 +59,8 @@ def open_run_folder(path: str | Path, config: Any) -> Path:
     finally:
         wanted.unlink(missing_ok=True)
     record = {
+        "script": _script(),
+        "pid": os.getpid(),
         "command": shlex.join(sys.argv),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "commit": _git("rev-parse", "HEAD"),
@@ -221,15 +223,43 @@ def _probe(folder: Path) -> None:
 
 def _refuse_other_run(folder: Path, found: Path, wanted: Path) -> None:
     remedy = "choose another out=... or delete that folder"
+    script, pid = _claimed_by(folder)
+    if pid != os.getpid() and not (folder / "summary.json").exists() and _is_alive(pid):
+        raise ConfigError(f"out={folder} is in use by process {pid} ({script}); wait for it, or choose another out=...")
     content = {p.name for p in folder.iterdir() if not p.name.startswith(".")}
     if content <= {"config.yaml", "run.json"}:
         return  # new, or claimed by a start that failed before it produced anything
     if not found.exists():
         raise ConfigError(f"out={folder} holds files that are not of a run; {remedy}")
+    if script != _script():
+        raise ConfigError(f"out={folder} holds a run of {script or 'something else'}; {remedy}")
     if found.read_bytes() != wanted.read_bytes():
         raise ConfigError(f"out={folder} holds a run with other settings (see its config.yaml); {remedy}")
     if (folder / "summary.json").exists():
         raise ConfigError(f"out={folder} holds a finished run of these settings; {remedy}")
+
+
+def _script() -> str:
+    return Path(sys.argv[0]).name
+
+
+def _claimed_by(folder: Path) -> tuple[str, int]:
+    """Script and process that claimed a folder; ("", 0) when nobody did."""
+    try:
+        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        return str(record["script"]), int(record["pid"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "", 0
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return pid > 0
 
 
 def _git(*arguments: str) -> str | None:

@@ -166,10 +166,15 @@ def test_a_policy_that_is_never_right_gives_a_clear_message(settings, tmp_path):
 def test_a_second_demo_keeps_the_first(lab, tmp_path, monkeypatch):
     from hiexp.lab_demo import Stages, _keep_old
 
-    shutil.copytree(lab / "world", tmp_path / "lab")
+    shutil.copytree(lab / "world", tmp_path / "lab/world")
     stages = Stages(tmp_path / "lab", str(Path(train.__file__).parent / "configs/lab.yaml"), 0, [])
     _keep_old(tmp_path / "lab", stages)
-    assert (tmp_path / "lab-1/train.jsonl").exists() and not (tmp_path / "lab").exists()
+    assert (tmp_path / "lab-1/world/train.jsonl").exists() and not (tmp_path / "lab").exists()
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis/notes.txt").write_text("mine")
+    for other in (tmp_path / "thesis", tmp_path / "thesis/notes.txt"):
+        with pytest.raises(ConfigError, match="not a demo"):
+            _keep_old(other, stages)
     with pytest.raises(ConfigError, match=r"optim\.lrr; did you mean optim\.lr"):
         Stages(tmp_path / "lab", str(Path(train.__file__).parent / "configs/lab.yaml"), 0, ["optim.lrr=1"])
 

@@ -192,3 +192,17 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(capsys, monkeypatch)
     lines = written.err.splitlines()
     assert written.out == "" and 2 <= len(lines) <= 6
     assert all(line.startswith("rollout:") for line in lines) and "\r" not in written.err and "8/8" in lines[-1]
+
+
+def test_a_folder_of_another_script_or_of_a_living_process_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["somewhere/train.py"])
+    folder = open_run_folder(tmp_path / "a", Config())
+    (folder / "metrics.jsonl").write_text("")
+    monkeypatch.setattr(sys, "argv", ["evaluate.py"])
+    with pytest.raises(ConfigError, match=r"holds a run of train\.py"):
+        open_run_folder(folder, Config())
+    claimed = open_run_folder(tmp_path / "b", Config())
+    record = json.loads((claimed / "run.json").read_text())
+    (claimed / "run.json").write_text(json.dumps(record | {"pid": os.getppid()}))
+    with pytest.raises(ConfigError, match=f"in use by process {os.getppid()}"):
+        open_run_folder(claimed, Config(optim=Inner(lr=3.0)))
