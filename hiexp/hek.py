@@ -162,7 +162,7 @@ class HEK:
     ) -> list[Block]:
         """Per search query, its best cases, without those that say what an entry among `shown` (ids of any level) said.
 
-        A case that was shown is not replaced by the next best, which is further from the query and often worse. A
+        A case that was shown is not replaced by the next best, which is further from the query. A
         first one over budget is cut.
         """
         hits = self.retrieve(queries, 1, self.cfg.case_top_k, sample_ids)
