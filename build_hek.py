@@ -10,7 +10,7 @@ into strategies (level 3): paper section 3.1, Algorithm 1. train.py and evaluate
 
 import sys
 
-from hiexp.assemble import Config, load_models, open_agent, open_samples
+from hiexp.assemble import Config, engine_only, open_agent, open_samples, start_engine
 from hiexp.config import ConfigError, run_script
 from hiexp.data import subset
 from hiexp.encoder import load_encoder
@@ -32,7 +32,7 @@ def main(cfg: Config) -> None:
     agent = open_agent(cfg)
     encoder = agent.encoder or load_encoder(cfg.encoder)
     out = open_run_folder(cfg.out, cfg)
-    engine = agent.start(load_models(cfg, with_reference=False)[1])
+    engine = start_engine(agent, cfg, *engine_only(cfg))
 
     times: dict[str, float] = {}
     size = cfg.build.rollouts_per_question

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hiexp.assemble import Agent, Config, load_models, open_agent, open_samples
+from hiexp.assemble import Agent, Config, engine_only, open_agent, open_samples, start_engine
 from hiexp.config import run_script
 from hiexp.data import Sample
 from hiexp.evaluation import Decoding, describe_setting, evaluate, to_markdown, write_results
@@ -31,7 +31,7 @@ def main(cfg: Config) -> None:
     samples = open_samples(cfg.data, "test")
     agent = open_agent(cfg)
     out = open_run_folder(cfg.out, cfg)
-    agent.start(load_models(cfg, with_reference=False)[1])
+    start_engine(agent, cfg, *engine_only(cfg))
 
     corpus = corpus_hash(cfg.search.corpus) if cfg.search.corpus else "none"
     stores = {"hek_off": HEK.empty()} | ({"hek_on": agent.hek} if cfg.hek.path else {})

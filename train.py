@@ -1,82 +1,231 @@
-"""Train a search agent with GRPO (or GSPO), with experience in its rollouts or without.
+"""Train a search agent with GRPO (or GSPO, DAPO, ...), with experience in its rollouts or without.
 
     python train.py configs/lab.yaml out=runs/grpo                             # no experience
     python train.py configs/lab.yaml out=runs/hiexp hek.path=runs/lab/hek/hek  # HiExp
+    torchrun --nproc-per-node 8 train.py configs/train_qwen2.5-7b.yaml         # the GPUs of a node
     python train.py --help                                                     # every key
 
 `main` is one run, read from top to bottom; the loop's body is one training step: prompts -> rollouts with experience ->
-rewards -> update -> new weights for the engine. The loss is hiexp/loss.py.
+rewards -> update -> new weights for the engine. The loss is hiexp/loss.py. A run that was stopped goes on where it was
+when the same command is given again; told to stop (SIGTERM, Ctrl-C) it saves and exits with 143 or 130.
 """
 
 import sys
+import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from hiexp.assemble import Agent, Config, load_models, open_agent, open_samples
-from hiexp.checkpoint import save_policy
+import torch
+from torch import Tensor
+
+from hiexp.advantages import group_advantages
+from hiexp.assemble import Agent, Config, load_models, open_agent, open_samples, start_engine
+from hiexp.checkpoint import Checkpoints, save_policy
 from hiexp.config import ConfigError, run_script
 from hiexp.data import PromptSampler, Sample
+from hiexp.distributed import Context, close, init
 from hiexp.evaluation import EvalConfig, evaluate
 from hiexp.model import full_parameters
+from hiexp.resume import StopRequested, StopSignal, folder_hash, rng_state
 from hiexp.rewards import rollout_metrics, score
-from hiexp.tracking import RunLog, finish_run, open_run_folder, progress, timed, write_trajectories
-from hiexp.trainer import make_optimizer, update_policy
+from hiexp.run_log import RunLog, rollout_histograms
+from hiexp.speed import speed_metrics
+from hiexp.tracking import finish_run, open_run_folder, progress, timed
+from hiexp.trainer import make_optimizer, set_learning_rate, update_policy
+from hiexp.trajectory import Trajectory, groups_of
+from hiexp.watch import CollapseWatch
 
 
-def main(cfg: Config) -> None:
+def main(cfg: Config) -> int:
+    ctx = init()
+    if not ctx.is_main:
+        warnings.simplefilter("ignore")  # rank 0 has said it
     samples = open_samples(cfg.data, "train")
-    check(cfg, len(samples))
+    check(cfg, ctx, len(samples))
     dev = open_samples(cfg.data, "dev") if cfg.train.dev_every else []
     agent = open_agent(cfg)
-    out = open_run_folder(cfg.out, cfg)
-    policy, engine_copy, reference = load_models(cfg, with_reference=cfg.loss.kl_coef > 0)
-    engine = agent.start(engine_copy)
+    out = ctx.broadcast(open_run_folder(cfg.out, cfg, resumable=True) if ctx.is_main else None)
+    policy, engine_copy, reference = load_models(cfg, bool(cfg.loss.kl_coef), ctx)
     optimizer = make_optimizer(policy, cfg.optim)
-    sampler = PromptSampler(samples, cfg.seed)
-    shown = []
+    loop = Loop(PromptSampler(samples, cfg.seed), CollapseWatch(cfg.watch), folder_hash(cfg.hek.path))
+    checkpoints = Checkpoints(out, cfg.checkpoint, ctx)
+    start = loop.resume(checkpoints.load_latest(policy, optimizer), cfg)
+    engine = start_engine(agent, cfg, policy, engine_copy, version=start)
+    loss_cfg = replace(cfg.loss, constant_tokens=cfg.loss.constant_tokens or cfg.rollout.max_response_tokens)
 
-    with RunLog(out) as log:
-        for step in progress(range(cfg.train.steps), label=f"train {out.name}", unit="step"):
-            metrics: dict[str, float] = {}
-            prompts = sampler.next(cfg.train.prompts_per_step)
+    with RunLog(out, start - 1, ctx.is_main, cfg.log) as log, StopSignal() as stop:
+        steps = range(start, cfg.train.steps)
+        for step in progress(steps, label=f"train {out.name}", unit="step") if ctx.is_main else steps:
+            began, before = time.perf_counter(), (loop.state(), rng_state())
+            metrics = {"optim/lr": set_learning_rate(optimizer, cfg.optim, step, cfg.train.steps)}
             with timed(metrics, "rollout"):
-                trajectories = agent.rollout(prompts, seed=cfg.seed * 1_000_003 + step)
-            rewards = score(trajectories, prompts, cfg.reward, cfg.rollout.group_size)  # [N, G]
+                groups = collect(agent, loop.sampler, cfg, ctx, step, metrics, stop)
+            if groups is None:  # told to stop: this step is dropped, and drawn again when the run goes on
+                checkpoints.save(step, policy, optimizer, *before)
+                break
+            trajectories, rewards = groups
+            engine.sleep()
             with timed(metrics, "update"):
-                temperature = cfg.rollout.temperature
-                metrics |= update_policy(
-                    policy, reference, optimizer, trajectories, rewards, cfg.loss, cfg.optim, temperature, out, step
-                )
+                what = (trajectories, rewards, loss_cfg, cfg.optim, cfg.rollout.temperature)
+                metrics |= update_policy(policy, reference, optimizer, *what, out, step, ctx)
+            with timed(metrics, "sync"):
                 engine.load_weights(full_parameters(policy), version=step + 1)
 
             metrics |= rollout_metrics(trajectories) | {"reward/mean": rewards.mean().item()}
+            metrics |= speed(trajectories, metrics, time.perf_counter() - began, ctx)
             is_last = step + 1 == cfg.train.steps
             if cfg.train.dev_every and (is_last or (step + 1) % cfg.train.dev_every == 0):
-                metrics |= validate(agent, dev)
+                metrics |= validate(agent, dev, cfg, ctx)
+            advantages = group_advantages(rewards, loss_cfg.advantage or "").flatten().tolist()
+            log.log(step, metrics, rollout_histograms(trajectories, advantages))
             if cfg.train.show_every and step % cfg.train.show_every == 0:
-                shown += trajectories
-                write_trajectories(out / "trajectories.jsonl", shown)
-            if is_last or (cfg.train.save_every and (step + 1) % cfg.train.save_every == 0):
-                save_policy(policy, agent.tokenizer, out / "policy")
-            log.log(step, metrics)
-    finish_run(out, {"steps": cfg.train.steps, "hek": cfg.hek.path})
+                log.show(step, trajectories, agent.tokenizer)
+            loop.judge(step, metrics, cfg.optim.max_nonfinite)
+            is_stopped = stop.requested(ctx)
+            is_due = checkpoints.is_due(step + 1) and not loop.watch.is_suspect  # it would push a good one out
+            if is_last or is_stopped or is_due:
+                checkpoints.save(step + 1, policy, optimizer, loop.state())
+            checkpoints.poll()
+            if cfg.train.save_every and (step + 1) % cfg.train.save_every == 0:
+                save_policy(policy, agent.tokenizer, out / "policy", ctx)
+            if is_stopped:
+                break
+        checkpoints.finish()
+        is_stopped = stop.requested(ctx)
+    if not is_stopped:
+        save_policy(policy, agent.tokenizer, out / "policy", ctx)
+        if ctx.is_main:
+            finish_run(out, {"steps": cfg.train.steps, "hek": cfg.hek.path})
+    engine.close()
+    close(ctx)
+    return stop.exit_code if is_stopped else 0
 
 
-def check(cfg: Config, num_samples: int) -> None:
+@dataclass
+class Loop:
+    """What a run carries from step to step besides weights and optimiser; a checkpoint holds it."""
+
+    sampler: PromptSampler
+    watch: CollapseWatch
+    hek_hash: str
+    bad_steps: int = 0
+    """steps in a row with a mini-batch whose loss or gradient was not finite"""
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "sampler": self.sampler.state_dict(),
+            "watch": self.watch.state_dict(),
+            "hek": self.hek_hash,
+            "bad_steps": self.bad_steps,
+        }
+
+    def resume(self, found: tuple[int, dict[str, Any]] | None, cfg: Config) -> int:
+        """Take up a checkpoint, if there is one; returns the first step to do. ConfigError if the HEK changed since."""
+        if found is None:
+            return 0
+        step, state = found
+        if state["hek"] != self.hek_hash and not cfg.resume_changed:
+            raise ConfigError(
+                f"hek.path={cfg.hek.path} has changed since step {step}; bring back the HEK that the run began "
+                "with, choose another out=..., or set resume_changed=true"
+            )
+        self.sampler.load_state_dict(state["sampler"])
+        self.watch.load_state_dict(state["watch"])
+        self.bad_steps = state["bad_steps"]
+        return step
+
+    def judge(self, step: int, metrics: dict[str, float], max_nonfinite: int) -> None:
+        """Stop a run that is lost: too many steps in a row that could not be applied, or a collapse (watch.*)."""
+        self.bad_steps = self.bad_steps + 1 if metrics["optim/nonfinite"] else 0
+        if self.bad_steps > max_nonfinite:
+            raise FloatingPointError(
+                f"a loss or gradient was not finite in {self.bad_steps} steps in a row, the last of them step {step}; "
+                "their mini-batches are in nonfinite_step*.pt in the run folder: lower optim.lr, or look at their data"
+            )
+        self.watch.check(step, metrics)
+
+
+def collect(
+    agent: Agent,
+    sampler: PromptSampler,
+    cfg: Config,
+    ctx: Context,
+    step: int,
+    metrics: dict[str, float],
+    stop: StopSignal,
+) -> tuple[list[Trajectory], Tensor] | None:
+    """The trajectories of one step, from all ranks, and their rewards [N, G]; None if any rank was told to stop.
+
+    Each rank answers a part of the questions. With train.refill, a group of equal rewards gives way to that of another
+    question while there are rounds left (DAPO's dynamic sampling); where all are equal, the last ones are kept.
+    """
+    tensor_parallel, size = cfg.engine.tensor_parallel, cfg.rollout.group_size
+    kept: list[list[Trajectory]] = []
+    fresh: list[list[Trajectory]] = []
+    drawn = 0
+    for attempt in range(cfg.train.refill + 1):
+        prompts = sampler.next(cfg.train.prompts_per_step - len(kept))
+        drawn += len(prompts)
+        first, last = ctx.share(len(prompts), tensor_parallel)
+        seed = (cfg.seed * 1_000_003 + step) * 1_009 + attempt
+        try:
+            mine = agent.rollout(prompts[first:last], seed, progress=stop.check, first=first, metrics=metrics)
+        except StopRequested:
+            mine = None
+        parts = ctx.gather(mine if mine is None or ctx.leads(tensor_parallel) else [], "rollout")
+        if any(part is None for part in parts):
+            return None
+        trajectories = [trajectory for part in parts for trajectory in part]
+        score(trajectories, prompts, cfg.reward, size, cfg.rollout.max_response_tokens)
+        fresh = list(groups_of(trajectories, size))
+        kept += [group for group in fresh if not cfg.train.refill or len({one.reward for one in group}) > 1]
+        if len(kept) == cfg.train.prompts_per_step:
+            break
+    metrics["group/drawn"] = float(drawn)
+    groups = kept or fresh
+    rewards = torch.tensor([[one.reward for one in group] for group in groups])
+    return [one for group in groups for one in group], rewards
+
+
+def speed(
+    trajectories: Sequence[Trajectory], metrics: dict[str, float], seconds: float, ctx: Context
+) -> dict[str, float]:
+    """Tokens per second over all ranks and, on a GPU that is known, model FLOP/s utilisation."""
+    name = torch.cuda.get_device_name() if ctx.device.type == "cuda" else "cpu"
+    trained, tokens = int(metrics["rollout/trained_tokens"]), sum(one.num_tokens for one in trajectories)
+    return speed_metrics(metrics, seconds, 1e12 * metrics["optim/tflops"], trained, tokens, ctx.world_size, name)
+
+
+def check(cfg: Config, ctx: Context, num_samples: int) -> None:
     """What would make training pointless, told before any work."""
     if cfg.rollout.temperature <= 0:
         raise ConfigError("rollout.temperature=0: greedy siblings are all alike and teach nothing; set it above 0")
-    if cfg.rollout.group_size == 1:
+    if ctx.world_size % cfg.engine.tensor_parallel:
+        engines = f"engine.tensor_parallel={cfg.engine.tensor_parallel}"
+        raise ConfigError(f"{engines} does not divide the {ctx.world_size} processes; start a multiple of it")
+    if not ctx.is_main:
+        return
+    if cfg.rollout.group_size == 1 and cfg.loss.advantage != "batch":
         warnings.warn("rollout.group_size=1: nothing to compare with, the advantage is the reward itself", stacklevel=2)
     if cfg.train.prompts_per_step > num_samples:
         size = f"train.prompts_per_step={cfg.train.prompts_per_step}"
         warnings.warn(f"{size} is more than the {num_samples} questions: a step repeats some of them", stacklevel=2)
+    if cfg.loss.mismatch != "none" and cfg.rollout.top_p < 1:
+        warnings.warn(
+            f"rollout.top_p={cfg.rollout.top_p}: loss.mismatch={cfg.loss.mismatch} corrects for an engine that "
+            "computes other probabilities, not for the tokens that top-p never samples; set top_p=1 for an exact one",
+            stacklevel=2,
+        )
 
 
-def validate(agent: Agent, dev: Sequence[Sample]) -> dict[str, float]:
-    """Greedy scores on the dev questions, with the experience that training uses."""
-    attempts = agent.rollout(dev, seed=0, group_size=1, temperature=0.0)
-    scores = evaluate(attempts, dev, EvalConfig()).overall.scores
+def validate(agent: Agent, dev: Sequence[Sample], cfg: Config, ctx: Context) -> dict[str, float]:
+    """Greedy scores on the dev questions, with the experience that training uses; every rank answers a part."""
+    first, last = ctx.share(len(dev), cfg.engine.tensor_parallel)
+    mine = agent.rollout(dev[first:last], seed=0, first=first, group_size=1, temperature=0.0)
+    parts = ctx.gather(mine if ctx.leads(cfg.engine.tensor_parallel) else [], "validation")
+    scores = evaluate([one for part in parts for one in part], dev, EvalConfig()).overall.scores
     return {f"dev/{name}": interval.mean for name, interval in scores.items()}
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from hiexp.assemble import Config, load_models, open_agent, open_samples  # noqa: E402
+from hiexp.assemble import Config, load_models, open_agent, open_samples, start_engine  # noqa: E402
 from hiexp.config import load  # noqa: E402
 from hiexp.data import PromptSampler  # noqa: E402
 from hiexp.model import full_parameters  # noqa: E402
@@ -48,7 +48,7 @@ def measure(cfg: Config, steps: int) -> dict[str, float]:
     """Medians over `steps` steps, after one that warms up."""
     agent = open_agent(cfg)
     policy, engine_copy, reference = load_models(cfg, with_reference=True)
-    engine, optimizer = agent.start(engine_copy), make_optimizer(policy, cfg.optim)
+    engine, optimizer = start_engine(agent, cfg, policy, engine_copy), make_optimizer(policy, cfg.optim)
     sampler, times = PromptSampler(open_samples(cfg.data, "train"), cfg.seed), []
     for step in range(steps + 1):
         metrics: dict[str, float] = {}

@@ -11,24 +11,36 @@ from typing import Any
 
 import torch
 
+from hiexp.checkpoint import CheckpointConfig
 from hiexp.config import ConfigError, lookup
 from hiexp.data import Sample, golds_in_questions, read_samples, shared_questions
+from hiexp.demonstrations import SFTConfig
+from hiexp.distributed import Context
 from hiexp.encoder import Encoder, EncoderConfig, load_encoder
-from hiexp.engine import Engine, TorchEngine
+from hiexp.engine import Engine, EngineConfig
 from hiexp.evaluation import EvalConfig
+from hiexp.fsdp import ShardConfig, load_sharded
 from hiexp.hek import HEK, HEKConfig
 from hiexp.hek_build import BuildConfig
+from hiexp.lora import LoraConfig
 from hiexp.loss import LossConfig
-from hiexp.model import ModelConfig, frozen_copy, load_causal_lm, load_tokenizer
+from hiexp.model import DTYPES, ModelConfig, full_parameters, load_causal_lm, load_tokenizer
 from hiexp.protocols import PROTOCOLS, AgentProtocol
 from hiexp.rewards import RewardConfig
 from hiexp.rollout import RolloutConfig, run_rollouts
+from hiexp.run_log import LogConfig
+from hiexp.sampling import Sampling
 from hiexp.search import SearchBackend, SearchConfig, open_search
 from hiexp.tracking import progress
 from hiexp.trainer import OptimConfig
 from hiexp.trajectory import Trajectory
+from hiexp.vllm_engine import open_engine
+from hiexp.watch import WatchConfig
 
 ROLLOUTS_AT_ONCE = 96
+ALONE = Context()
+ROW_MASKS = ("eager", "sdpa")
+"""attentions that the torch engine can use; it samples with sdpa where the trainer packs"""
 
 
 @dataclass(frozen=True)
@@ -53,6 +65,8 @@ class TrainConfig:
     """rollout-and-learn cycles"""
     prompts_per_step: int = 16
     """questions per step; each is answered rollout.group_size times"""
+    refill: int = 0
+    """draw again, at most so many times a step, for groups whose rewards are all equal (DAPO's dynamic sampling)"""
     dev_every: int = 0
     """validate (greedy) on data.dev every so many steps and at the end; 0 = never"""
     show_every: int = 10
@@ -64,7 +78,7 @@ class TrainConfig:
         for name in ("steps", "prompts_per_step"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("dev_every", "show_every", "save_every"):
+        for name in ("refill", "dev_every", "show_every", "save_every"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be 0 (never) or above")
 
@@ -78,16 +92,25 @@ class Config:
     """every random choice derives from it"""
     threads: int = 0
     """CPU threads of torch; 0 leaves its default; results repeat exactly only for the same number"""
+    resume_changed: bool = False
+    """go on with an interrupted run although settings or HEK differ from what it began with"""
     data: DataConfig = field(default_factory=DataConfig)
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
     hek: HEKConfig = field(default_factory=HEKConfig)
     build: BuildConfig = field(default_factory=BuildConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    shard: ShardConfig = field(default_factory=ShardConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    sft: SFTConfig = field(default_factory=SFTConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
+    log: LogConfig = field(default_factory=LogConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
 
     def __post_init__(self) -> None:
@@ -104,7 +127,7 @@ class Config:
 
 @dataclass
 class Agent:
-    """Everything that turns questions into trajectories; the model itself comes last (`start`)."""
+    """Everything that turns questions into trajectories; the model itself comes last (`start_engine`)."""
 
     cfg: RolloutConfig
     tokenizer: Any
@@ -114,23 +137,24 @@ class Agent:
     hek: HEK
     engine: Engine | None = None
 
-    def start(self, model: torch.nn.Module) -> Engine:
-        """Give the agent an engine that samples from `model`, which the engine keeps as its own."""
-        self.engine = TorchEngine(model, self.tokenizer)
-        return self.engine
-
     def rollout(
         self,
         samples: Sequence[Sample],
         seed: int,
         hek: HEK | None = None,
         progress: Callable[[int], Any] | None = None,
+        first: int = 0,
+        metrics: dict[str, float] | None = None,
         **changes: Any,
     ) -> list[Trajectory]:
-        """group_size trajectories a sample, siblings adjacent; `changes` replace fields of RolloutConfig."""
+        """group_size trajectories a sample, siblings adjacent; `changes` replace fields of RolloutConfig.
+
+        `first`: position of samples[0] among the questions of all ranks; `metrics` gets the seconds of searching.
+        """
         assert self.engine is not None
         parts = (self.engine, self.tokenizer, self.protocol, self.search, self.hek if hek is None else hek)
-        return run_rollouts(*parts, samples, replace(self.cfg, **changes), seed, progress)
+        cfg = replace(self.cfg, **changes)
+        return run_rollouts(*parts, samples, cfg, seed, progress, first=first, metrics=metrics)
 
     def rollout_all(
         self, samples: Sequence[Sample], seed: int, label: str, hek: HEK, **changes: Any
@@ -177,7 +201,30 @@ def open_samples(cfg: DataConfig, split: str) -> list[Sample]:
     return samples
 
 
-def load_models(cfg: Config, with_reference: bool) -> tuple[Any, Any, Any]:
-    """(policy, its copy for the engine, frozen reference or None)."""
-    policy = load_causal_lm(cfg.model)
-    return policy, frozen_copy(policy), frozen_copy(policy) if with_reference else None
+def load_models(cfg: Config, with_reference: bool, ctx: Context = ALONE) -> tuple[Any, Any, Any]:
+    """(policy, what the torch engine is to keep as its own, frozen reference or None); policy and reference sharded."""
+    policy = load_sharded(cfg.model, cfg.shard, ctx, cfg.lora, cfg.seed)
+    reference = load_sharded(cfg.model, cfg.shard, ctx).requires_grad_(False) if with_reference else None
+    return policy, engine_model(cfg, ctx) if cfg.engine.kind == "torch" else None, reference
+
+
+def engine_model(cfg: Config, ctx: Context = ALONE) -> Any:
+    """A whole model for the torch engine, in the dtype that the trainer's layers compute in."""
+    attention = cfg.model.attention if cfg.model.attention in ROW_MASKS else "sdpa"
+    model = load_causal_lm(replace(cfg.model, attention=attention))
+    return model.to(ctx.device, DTYPES[cfg.shard.param_dtype]).requires_grad_(False)  # type: ignore[arg-type]
+
+
+def engine_only(cfg: Config) -> tuple[Any, Any]:
+    """(model whose weights a vLLM engine takes, model that the torch engine keeps): for scripts that train nothing."""
+    model = engine_model(cfg)
+    return model, model
+
+
+def start_engine(agent: Agent, cfg: Config, policy: Any, model: Any, version: int = 0) -> Engine:
+    """Give the agent an engine that samples from the policy as it is now; the engine keeps `model` as its own."""
+    sampling = Sampling(cfg.rollout.temperature, cfg.rollout.top_p)
+    weights, dtype = full_parameters(policy), cfg.shard.param_dtype
+    parts = (cfg.engine, cfg.model.path, model, agent.tokenizer, weights, sampling, dtype, version)
+    agent.engine = open_engine(*parts)
+    return agent.engine

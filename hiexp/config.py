@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 
 import yaml
 
+from hiexp.redact import install_hook, redact, redact_values
+
 C = TypeVar("C")
 V = TypeVar("V")
 
@@ -69,8 +71,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def dump(config: Any, path: str | Path) -> None:
-    """Write the resolved configuration as YAML that `load` reads back to an equal object."""
-    Path(path).write_text(yaml.safe_dump(_plain(config), sort_keys=False), encoding="utf-8")
+    """Write the resolved configuration as YAML that `load` reads back to an equal object, secrets (redact.py) apart."""
+    Path(path).write_text(yaml.safe_dump(redact_values(_plain(config)), sort_keys=False), encoding="utf-8")
 
 
 def describe(schema: type) -> str:
@@ -244,18 +246,18 @@ def _plain(config: Any) -> Any:
     return config
 
 
-def run_script(main: Callable[[Any], None], schema: type, argv: Sequence[str], doc: str | None) -> int:
-    """Command-line shell of the three scripts: `--help`, one-line user errors (exit code 2), the rest as it is."""
+def run_script(main: Callable[[Any], int | None], schema: type, argv: Sequence[str], doc: str | None) -> int:
+    """Command-line shell of the scripts: `--help`, one-line user errors (exit code 2), else what `main` returns."""
     if not argv or "-h" in argv or "--help" in argv:
         print(f"{doc or ''}\nKeys (YAML or key=value on the command line):\n{describe(schema)}")
         return 0
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    install_hook()
+    warnings.formatwarning = lambda message, *_, **__: redact(f"warning: {message}\n")
     try:
-        main(load(schema, argv))
+        return main(load(schema, argv)) or 0
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(redact(f"error: {error}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    return 0

@@ -53,7 +53,7 @@ def read_samples(path: str | Path, limit: int = 0) -> list[Sample]:
     """
     samples: list[Sample] = []
     lines: dict[str, str] = {}
-    for where, record in _records(path):
+    for where, record in records(path):
         sample = _sample(record, where)
         if sample.id in lines:
             raise DataError(f"{where}: id {sample.id!r} was already used at {lines[sample.id]}; ids must be unique")
@@ -83,7 +83,7 @@ def read_passages(path: str | Path) -> list[tuple[str, Document]]:
     """The (id, passage) pairs of a corpus of {id, title, text} records, in file order; ids are unique."""
     passages: list[tuple[str, Document]] = []
     lines: dict[str, str] = {}
-    for where, record in _records(path):
+    for where, record in records(path):
         key = _text(record.get("id"))
         title, text = record.get("title", ""), record.get("text")
         if not key or not isinstance(title, str) or not isinstance(text, str) or not text.strip():
@@ -210,7 +210,7 @@ def require_file(path: str | Path) -> Path:
     raise ConfigError(f"no such file: {path}; {hint}")
 
 
-def _records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """("file:line", record) of each record; a list's place is its 1-based position."""
     file = require_file(path)
     with file.open(encoding="utf-8-sig") as stream:  # some published files start with a byte order mark

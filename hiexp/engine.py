@@ -1,10 +1,11 @@
 """From prompt ids to sampled ids with their log-probs; never text in, never text out.
 
-`TorchEngine` runs any transformers causal LM with full attention and defines what every other engine must do. A new
-engine is a class with the members of `Engine`. Letters: n rows of a batch, S new tokens, L cached length, V vocabulary.
+`TorchEngine` runs any transformers causal LM with full attention and defines what every other engine must do;
+vllm_engine.py holds the fast one. A new engine is a class with the members of `Engine`.
+Letters: n rows of a batch, S new tokens, L cached length, V vocabulary.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -31,17 +32,49 @@ class Completion:
     """broken: the last id has no token (a model head wider than its vocabulary)"""
 
 
+@dataclass(frozen=True)
+class EngineConfig:
+    """What samples the completions."""
+
+    kind: Literal["torch", "vllm"] = "torch"
+    """torch: any machine and model, for small runs and as the reference; vllm: many times as fast on a GPU"""
+    tensor_parallel: int = 1
+    """vllm: GPUs that hold one engine together; they must lie in one node (for models that do not fit on one)"""
+    gpu_memory_fraction: float = 0.6
+    """vllm on CUDA: share of the GPU's memory for its weights and cache, given back while the trainer works"""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("torch", "vllm"):
+            raise ConfigError(f"kind={self.kind!r} must be torch or vllm")
+        if self.tensor_parallel < 1:
+            raise ConfigError(f"tensor_parallel={self.tensor_parallel} must be at least 1")
+        if self.kind == "torch" and self.tensor_parallel > 1:
+            raise ConfigError(f"tensor_parallel={self.tensor_parallel} needs kind=vllm; torch is never split")
+        if not 0 < self.gpu_memory_fraction < 1:
+            raise ConfigError(f"gpu_memory_fraction={self.gpu_memory_fraction} must be between 0 and 1")
+
+
 class Engine(Protocol):
     """Continuous batching without asyncio: submit rows, step, take whatever has finished."""
 
     version: int
+    """of the weights that were loaded last, whole"""
     max_length: int
     """context window: prompt and completion together"""
+    streams: bool
+    """True: `step` goes one token further and returns what finished; False: it finishes all pending rows"""
+    exact_logprobs: bool
+    """False: the log-probs of rollouts are not those that `Completion` promises; good for nothing but a rough look"""
+
+    @property
+    def pending(self) -> int:
+        """Rows submitted and not returned yet."""
+        ...
 
     def submit(self, key: Hashable, prompt_ids: list[int], max_tokens: int, sampling: Sampling) -> None: ...
 
     def step(self) -> list[tuple[Any, Completion]]:
-        """Advance; (key, completion) of the rows that finished, in any order; empty when nothing is pending."""
+        """Advance; (key, completion) of the rows that finished, in any order, if any did."""
         ...
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -49,12 +82,22 @@ class Engine(Protocol):
         ...
 
     def forget(self, keys: Iterable[Hashable]) -> None:
-        """The caller is done with these rows; what is cached for them may go."""
+        """The caller is done with these rows; what is cached for them may go, and those that are pending end."""
+        ...
+
+    def sleep(self) -> None:
+        """Give memory back while the trainer works; `load_weights` wakes the engine."""
+        ...
+
+    def close(self) -> None:
+        """The engine's work is over, and so is that of process groups: nothing collective may follow."""
         ...
 
 
 @dataclass
-class _Row:
+class Row:
+    """A request and what has been sampled for it."""
+
     key: Hashable
     prompt: list[int]
     max_tokens: int
@@ -67,6 +110,42 @@ class _Row:
         return Completion(tuple(self.ids), tuple(self.logprobs), self.finish)  # type: ignore[arg-type]
 
 
+class Endings:
+    """Why a row is over, judged after every id; the same for every engine."""
+
+    def __init__(self, tokenizer: Any, generation_config: Any) -> None:
+        self.tokenizer = tokenizer
+        eos = getattr(generation_config, "eos_token_id", None)
+        ids = eos if isinstance(eos, (list, tuple)) else [eos]
+        self.eos = frozenset(i for i in (*ids, tokenizer.eos_token_id) if i is not None)
+        self._known: dict[int, bool] = {}
+        self._closing: dict[tuple[str, ...], dict[int, bool]] = {}
+
+    def finish(self, row: Row) -> str:
+        """The `Completion.finish` of a row with a new last id; empty while it goes on."""
+        token, stop = row.ids[-1], row.sampling.stop
+        if token in self.eos:
+            return "eos"
+        if token not in self._known:
+            self._known[token] = token < len(self.tokenizer) and bool(self.tokenizer.convert_ids_to_tokens(token))
+        if not self._known[token]:
+            return "broken"
+        if stop and self._may_close(token, stop):
+            text = decode(self.tokenizer, row.ids)
+            if any(string in text for string in stop):
+                return "stop"
+        return "length" if len(row.ids) == row.max_tokens else ""
+
+    def _may_close(self, token: int, stop: tuple[str, ...]) -> bool:
+        """Whether this token can complete a stop string: most cannot, which saves decoding the row."""
+        closing = self._closing.setdefault(stop, {})
+        if token not in closing:
+            text = decode(self.tokenizer, [token])
+            # a piece of a character alone decodes to U+FFFD, and may complete any character
+            closing[token] = "\ufffd" in text or any(string[-1] in text for string in stop)
+        return closing[token]
+
+
 class TorchEngine:
     """Batched generation over rows of different lengths, each starting at position 0, with a cache kept per key.
 
@@ -74,27 +153,29 @@ class TorchEngine:
     its key costs the new tokens alone; otherwise the common prefix is kept. `step` runs until every row is done.
     """
 
+    streams, exact_logprobs = False, True
+
     def __init__(self, model: Any, tokenizer: Any) -> None:
         _check_supported(model)
         self.model, self.tokenizer, self.version = model.eval().requires_grad_(False), tokenizer, 0
         self.max_length = int(model.config.max_position_embeddings)
-        self._eos = _eos_ids(model, tokenizer)
-        self._known: dict[int, bool] = {}
-        self._closing: dict[tuple[str, ...], dict[int, bool]] = {}
-        self._pending: dict[Hashable, _Row] = {}
+        self._endings = Endings(tokenizer, getattr(model, "generation_config", None))
+        self._pending: dict[Hashable, Row] = {}
         self._cache = SlotCache(model.device)
         self._clear()
 
+    @property
+    def pending(self) -> int:
+        return len(self._pending)
+
     def submit(self, key: Hashable, prompt_ids: list[int], max_tokens: int, sampling: Sampling) -> None:
-        if key in self._pending:
-            raise ValueError(f"row {key!r} is pending already")
-        if not prompt_ids or max_tokens < 1:
-            raise ValueError(f"row {key!r}: {len(prompt_ids)} prompt tokens, max_tokens={max_tokens}; both must be > 0")
-        if len(prompt_ids) + max_tokens > self.max_length:
-            raise ValueError(
-                f"row {key!r}: {len(prompt_ids)} prompt tokens + {max_tokens} exceed the window of {self.max_length}"
-            )
-        self._pending[key] = _Row(key, list(prompt_ids), max_tokens, sampling)
+        check_request(key, prompt_ids, max_tokens, self.max_length, self._pending)
+        self._pending[key] = Row(key, list(prompt_ids), max_tokens, sampling)
+
+    def sleep(self) -> None:
+        """Nothing: the weights stay where they are, and the cache is small."""
+
+    close = sleep
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Any, Completion]]:
@@ -129,6 +210,7 @@ class TorchEngine:
 
     def forget(self, keys: Iterable[Hashable]) -> None:
         for key in keys:
+            self._pending.pop(key, None)
             slot = self._slot.pop(key, None)
             if slot is not None:
                 self._keys[slot] = None
@@ -140,7 +222,7 @@ class TorchEngine:
         self._slot: dict[Hashable, int] = {}
         self._cached: dict[Hashable, list[int]] = {}
 
-    def _place(self, rows: list[_Row]) -> None:
+    def _place(self, rows: list[Row]) -> None:
         """Give each row a slot among the first len(rows), so that a batch is a view of the cache, not a copy."""
         pending = {row.key for row in rows}
         free = [slot for slot, key in enumerate(self._keys) if key is None]
@@ -161,7 +243,7 @@ class TorchEngine:
                 if self._keys[slot] is not None:
                     self._slot[self._keys[slot]] = slot
 
-    def _prefill(self, rows: list[_Row]) -> Tensor:
+    def _prefill(self, rows: list[Row]) -> Tensor:
         """Feed what is not cached, equal new prompts once; returns the logits [n, V] after each prompt."""
         starts = [min(_common_prefix(self._cached[row.key], row.prompt), len(row.prompt) - 1) for row in rows]
         leader: dict[Any, int] = {}
@@ -177,7 +259,7 @@ class TorchEngine:
         place = {i: k for k, i in enumerate(order)}
         return logits[torch.tensor([place[lead] for lead in leads], device=logits.device)]
 
-    def _prefill_chunk(self, rows: list[_Row], slots: list[int], starts: list[int]) -> Tensor:
+    def _prefill_chunk(self, rows: list[Row], slots: list[int], starts: list[int]) -> Tensor:
         suffixes = [row.prompt[start:] for row, start in zip(rows, starts, strict=True)]
         width, length = max(map(len, suffixes)), max(len(row.prompt) for row in rows)
         device, dtype = self.model.device, self.model.dtype
@@ -202,7 +284,7 @@ class TorchEngine:
         )
         return output.logits[:, -1]
 
-    def _decode(self, rows: list[_Row], logits: Tensor) -> None:
+    def _decode(self, rows: list[Row], logits: Tensor) -> None:
         """Sample until every row is done. Rows that are done ride along until enough of them can be left behind."""
         batch = _Batch(rows, self.model.dtype, self.model.device)
         while True:
@@ -213,7 +295,7 @@ class TorchEngine:
                 if not row.finish:
                     row.ids.append(token)
                     row.logprobs.append(logprob)
-                    row.finish = self._finish(row)
+                    row.finish = self._endings.finish(row)
             alive = [i for i, row in enumerate(batch.rows) if not row.finish]
             if not alive:
                 return
@@ -238,34 +320,11 @@ class TorchEngine:
             order[a] = b
         return torch.tensor(order[: len(alive)], device=self.model.device)
 
-    def _finish(self, row: _Row) -> str:
-        token, stop = row.ids[-1], row.sampling.stop
-        if token in self._eos:
-            return "eos"
-        if token not in self._known:
-            self._known[token] = token < len(self.tokenizer) and bool(self.tokenizer.convert_ids_to_tokens(token))
-        if not self._known[token]:
-            return "broken"
-        if stop and self._may_close(token, stop):
-            text = decode(self.tokenizer, row.ids)
-            if any(string in text for string in stop):
-                return "stop"
-        return "length" if len(row.ids) == row.max_tokens else ""
-
-    def _may_close(self, token: int, stop: tuple[str, ...]) -> bool:
-        """Whether this token can complete a stop string: most cannot, which saves decoding the row."""
-        closing = self._closing.setdefault(stop, {})
-        if token not in closing:
-            text = decode(self.tokenizer, [token])
-            # a piece of a character alone decodes to U+FFFD, and may complete any character
-            closing[token] = "\ufffd" in text or any(string[-1] in text for string in stop)
-        return closing[token]
-
 
 class _Batch:
     """The tensors of the rows that are being decoded, in slot order."""
 
-    def __init__(self, rows: list[_Row], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, rows: list[Row], dtype: torch.dtype, device: torch.device) -> None:
         self.rows = rows
         self.temperature = torch.tensor([row.sampling.temperature for row in rows], device=device)
         self.top_p = torch.tensor([row.sampling.top_p for row in rows], device=device)
@@ -295,6 +354,18 @@ class _Batch:
         return positions
 
 
+def check_request(
+    key: Hashable, prompt_ids: list[int], max_tokens: int, window: int, pending: Container[Hashable]
+) -> None:
+    """ValueError for a row that cannot be served."""
+    if key in pending:
+        raise ValueError(f"row {key!r} is pending already")
+    if not prompt_ids or max_tokens < 1:
+        raise ValueError(f"row {key!r}: {len(prompt_ids)} prompt tokens, max_tokens={max_tokens}; both must be > 0")
+    if len(prompt_ids) + max_tokens > window:
+        raise ValueError(f"row {key!r}: {len(prompt_ids)} prompt tokens + {max_tokens} exceed the window of {window}")
+
+
 def with_bos(tokenizer: Any, ids: Sequence[int]) -> tuple[int, ...]:
     """The ids of an opening prompt, with the begin-of-sequence token in front once if this tokenizer sets one."""
     bos = getattr(tokenizer, "bos_token_id", None)
@@ -312,13 +383,6 @@ def _common_prefix(old: list[int], new: list[int]) -> int:
     if new[: len(old)] == old:
         return len(old)
     return next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
-
-
-def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    configured = getattr(model, "generation_config", None)
-    eos = getattr(configured, "eos_token_id", None)
-    ids = eos if isinstance(eos, (list, tuple)) else [eos]
-    return frozenset(i for i in (*ids, tokenizer.eos_token_id) if i is not None)
 
 
 def _check_supported(model: Any) -> None:

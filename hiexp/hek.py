@@ -152,23 +152,17 @@ class HEK:
         hits = self.retrieve(questions, level, self.cfg.strategy_top_k, sample_ids)
         return [fill(row, count_tokens, budget) for row in hits]
 
-    def case_block(
-        self,
-        queries: Sequence[str],
-        sample_ids: Sequence[str],
-        shown: Sequence[Collection[str]],
-        count_tokens: Callable[[str], int],
-        budget: int,
-    ) -> list[Block]:
+    def cases(
+        self, queries: Sequence[str], sample_ids: Sequence[str], shown: Sequence[Collection[str]]
+    ) -> list[list[Hit]]:
         """Per search query, its best cases, without those that say what an entry among `shown` (ids of any level) said.
 
-        A case that was shown is not replaced by the next best, which is further from the query. A
-        first one over budget is cut.
+        A case that was shown is not replaced by the next best, which is further from the query. `fill` makes the block
+        of them: it counts tokens, this does not, and so may run in another thread than the policy's tokenizer.
         """
         hits = self.retrieve(queries, 1, self.cfg.case_top_k, sample_ids)
         said = [{self.by_id[name].line() for name in names} for names in shown]
-        news = [[hit for hit in row if hit.experience.line() not in old] for row, old in zip(hits, said, strict=True)]
-        return [fill(row, count_tokens, budget, cut=True) for row in news]
+        return [[hit for hit in row if hit.experience.line() not in old] for row, old in zip(hits, said, strict=True)]
 
     def __len__(self) -> int:
         return len(self.by_id)

@@ -59,21 +59,27 @@ def write_report(
         "Trajectories": legend_of_sources() + trajectory_view(trajectories, samples, tokenizer),
     }
     anchors = {name: name.lower().replace(" ", "-") for name in sections}
-    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     parts = [
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
-        f'<meta name="viewport" content="width=device-width"><style>{style}</style></head><body><main>',
-        f"<h1>{escape(title)}</h1>",
         "<nav>" + "".join(f'<a href="#{anchors[name]}">{name}</a>' for name in sections) + "</nav>",
         _tiles(summary),
         _notes(notes),
         *(f'<section id="{anchors[name]}"><h2>{name}</h2>{body}</section>' for name, body in sections.items()),
-        "</main></body></html>\n",
     ]
+    write_page(out_html, title, parts)
+
+
+def write_page(path: str | Path, title: str, parts: Iterable[str], style: str = "") -> None:
+    """A page of markup in the look of the report; `style` is added to it. ConfigError if it cannot be written."""
+    look = Path(__file__).with_name("report.css").read_text(encoding="utf-8") + style
+    head = (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{look}</style></head><body><main>'
+        f"<h1>{escape(title)}</h1>"
+    )
     try:
-        Path(out_html).write_text("".join(parts), encoding="utf-8")
+        Path(path).write_text("".join([head, *parts, "</main></body></html>\n"]), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot write the report {out_html}: {error.strerror}; choose another out=...") from error
+        raise ConfigError(f"cannot write the report {path}: {error.strerror}; choose another place") from error
 
 
 def summary_tables(summary: Mapping[str, Any]) -> dict[str, Table]:

@@ -1,14 +1,14 @@
 """The two views of the report that hold text of models: the HEK as a tree, and trajectories coloured by author."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from hiexp.data import Sample
 from hiexp.experience import LEVELS
-from hiexp.trajectory import Source, Status, Trajectory
+from hiexp.trajectory import Segment, Source, Status, Trajectory
 
 MAX_ROOTS, MAX_QUESTIONS, MAX_PER_ARM = 60, 24, 2
 """Trees, questions, and attempts of an arm at a question on the page; what is left out is counted there."""
@@ -69,6 +69,41 @@ def trajectory_view(trajectories: Mapping[str, Sequence[Trajectory]], samples: I
     return "".join(html)
 
 
+def attempt_view(title: str, trajectory: Trajectory, tokenizer: Any) -> str:
+    """One trajectory: how it ended, its segments coloured by author, the experience it was shown."""
+    tone = "good" if trajectory.reward >= 1 else "bad"
+    ended = (
+        escape(trajectory.answer) if trajectory.status is Status.ANSWERED else trajectory.status.value.replace("_", " ")
+    )
+    facts = f"reward {trajectory.reward:.2f}, {trajectory.num_searches} searches"
+    links = ", ".join(f'<a href="#{escape(entry)}">{escape(entry)}</a>' for entry in experience_shown(trajectory))
+    segments = "".join(
+        f'<div class="seg {segment.source.value}"><em>{label}</em>'
+        f"{escape(tokenizer.decode(list(segment.token_ids)).strip(chr(10)))}</div>"
+        for label, segment in labelled(trajectory)
+    )
+    return (
+        f'<div class="attempt"><header><b>{escape(title)}</b><span class="{tone}">{ended or "blank answer"}</span> '
+        f'<span class="soft">{facts}</span></header>{segments}'
+        + (f'<p class="lineage">experience shown: {links}</p>' if links else "")
+        + "</div>"
+    )
+
+
+def labelled(trajectory: Trajectory) -> Iterator[tuple[str, Segment]]:
+    """Segments with the name of their author; what the policy wrote is counted."""
+    written = 0
+    for segment in trajectory.segments:
+        written += segment.source is Source.POLICY
+        count = f" {written}" if segment.source is Source.POLICY else ""
+        yield f"{segment.source.value}{count}", segment
+
+
+def experience_shown(trajectory: Trajectory) -> list[str]:
+    """Ids in order, each once."""
+    return list(dict.fromkeys([*trajectory.strategies, *(case for turn in trajectory.turns for case in turn.cases)]))
+
+
 def _read_entries(folder: Path) -> dict[str, dict[str, Any]]:
     """Records by id; without the embeddings, so that the page needs no encoder."""
     entries = {}
@@ -106,30 +141,9 @@ def _question(
     gold = f' <span class="soft">answer: {escape(" | ".join(sample.answers))}</span>' if sample else ""
     family = f'<span class="tag">{escape(sample.family)}</span>' if sample and sample.family else ""
     attempts = [
-        _attempt(arm, trajectory, tokenizer) for arm, tried in arms.items() for trajectory in tried[:MAX_PER_ARM]
+        attempt_view(arm, trajectory, tokenizer) for arm, tried in arms.items() for trajectory in tried[:MAX_PER_ARM]
     ]
     return (
         f"<details{' open' if is_open else ''}><summary><b>{escape(question)}</b>{gold}{family}</summary>"
         f'<div class="attempts">{"".join(attempts)}</div></details>'
-    )
-
-
-def _attempt(arm: str, trajectory: Trajectory, tokenizer: Any) -> str:
-    tone = "good" if trajectory.reward >= 1 else "bad"
-    ended = (
-        escape(trajectory.answer) if trajectory.status is Status.ANSWERED else trajectory.status.value.replace("_", " ")
-    )
-    facts = f"reward {trajectory.reward:.2f}, {trajectory.num_searches} searches"
-    used = [*trajectory.strategies, *(case for turn in trajectory.turns for case in turn.cases)]
-    links = ", ".join(f'<a href="#{escape(entry)}">{escape(entry)}</a>' for entry in dict.fromkeys(used))
-    segments = "".join(
-        f'<div class="seg {segment.source.value}"><em>{segment.source.value}</em>'
-        f"{escape(tokenizer.decode(list(segment.token_ids)).strip(chr(10)))}</div>"
-        for segment in trajectory.segments
-    )
-    return (
-        f'<div class="attempt"><header><b>{escape(arm)}</b><span class="{tone}">{ended or "blank answer"}</span> '
-        f'<span class="soft">{facts}</span></header>{segments}'
-        + (f'<p class="lineage">experience shown: {links}</p>' if links else "")
-        + "</div>"
     )

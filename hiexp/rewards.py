@@ -16,7 +16,7 @@ from torch import Tensor
 from hiexp.config import ConfigError, lookup
 from hiexp.data import Sample
 from hiexp.metrics import METRICS
-from hiexp.trajectory import Status, Trajectory, groups_of
+from hiexp.trajectory import Source, Status, Trajectory, groups_of
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,26 @@ class RewardConfig:
     """name of a metric (metrics.py) with values in [0, 1]; the paper states only "outcome reward" """
     format_floor: float = 0.1
     """reward of an answer that is well formed and wrong; 0 switches it off"""
+    overlong_tokens: int = 0
+    """take up to 1 off, linearly over the last so many tokens of rollout.max_response_tokens (DAPO); 0 = off"""
 
     def __post_init__(self) -> None:
         lookup(METRICS, self.metric, "metric")
         if not 0 <= self.format_floor < 1:
             raise ConfigError(f"format_floor must lie in [0, 1), got {self.format_floor}; 0 switches it off")
+        if self.overlong_tokens < 0:
+            raise ConfigError(f"overlong_tokens={self.overlong_tokens} must be 0 (off) or above")
 
 
-def score(trajectories: Sequence[Trajectory], samples: Sequence[Sample], cfg: RewardConfig, group_size: int) -> Tensor:
-    """Rewards as [N, G] float32 on the CPU; also sets `trajectory.reward`.
+def score(
+    trajectories: Sequence[Trajectory],
+    samples: Sequence[Sample],
+    cfg: RewardConfig,
+    group_size: int,
+    max_response_tokens: int = 0,
+) -> Tensor:
+    """Rewards as [N, G] float32 on the CPU; also sets `trajectory.reward`. `max_response_tokens` is for
+    overlong_tokens.
 
     Siblings are adjacent and groups are in the order of `samples`. Raises ValueError for anything else and
     for a reward that is not finite; warns once if most trajectories have no answer (a prompt that asks for no
@@ -46,7 +57,8 @@ def score(trajectories: Sequence[Trajectory], samples: Sequence[Sample], cfg: Re
         if group[0].sample_id != sample.id:
             raise ValueError(f"trajectories of {group[0].sample_id} stand where those of {sample.id} belong")
         for trajectory in group:
-            trajectory.reward = _reward(trajectory, sample, cfg)
+            punishment = _overlong(trajectory, cfg, max_response_tokens)
+            trajectory.reward = _reward(trajectory, sample, cfg) - punishment
         rows.append([trajectory.reward for trajectory in group])
     if no_answer_frac(trajectories) > 0.5:
         warnings.warn(
@@ -65,6 +77,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "rollout/turns": _mean(len(t.turns) for t in trajectories),
         "rollout/searches": _mean(t.num_searches for t in trajectories),
         "rollout/tokens": _mean(t.num_tokens for t in trajectories),
+        "rollout/response_tokens": _mean(t.num_response_tokens for t in trajectories),
+        "rollout/malformed_frac": _mean(turn.action == "malformed" for t in trajectories for turn in t.turns),
     }
     for status in (Status.OUT_OF_TURNS, Status.TRUNCATED, Status.BROKEN):
         metrics[f"rollout/{status.value}_frac"] = _mean(t.status is status for t in trajectories)
@@ -83,6 +97,17 @@ def no_answer_frac(trajectories: Sequence[Trajectory]) -> float:
 def _mean(values: Iterable[float]) -> float:
     numbers = list(values)
     return sum(numbers) / max(len(numbers), 1)
+
+
+def _overlong(trajectory: Trajectory, cfg: RewardConfig, limit: int) -> float:
+    """Soft overlong punishment (DAPO, Eq. 13): 0 up to limit - overlong_tokens, 1 at the limit."""
+    if not (cfg.overlong_tokens and limit):
+        return 0.0
+    sources = [segment.source for segment in trajectory.segments]
+    begin = sources.index(Source.POLICY) if Source.POLICY in sources else len(sources)
+    length = sum(len(segment.token_ids) for segment in trajectory.segments[begin:])
+    over = length - (limit - cfg.overlong_tokens)
+    return min(1.0, max(0.0, over / cfg.overlong_tokens))
 
 
 def _reward(trajectory: Trajectory, sample: Sample, cfg: RewardConfig) -> float:

@@ -8,17 +8,23 @@ experience stay plain text. What ends a trajectory:
     out_of_turns   `max_turns` without an answer, or more than `max_malformed` turns that asked for nothing
     truncated      no room left: a turn cut off without an action, an observation that does not fit, a budget of zero
     broken         the engine sampled an id that is no token
+
+Nothing waits for the slowest row: with an engine that streams, the queries that are ready go out as one batch in one
+worker thread while the engine steps on for the other rows. That thread calls the search backend and the HEK and
+nothing else; tokenizers are not safe to share between threads, so the policy's is used in the caller's alone.
 """
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hiexp.background import Background, Inline, Runner, one_thread
 from hiexp.config import ConfigError
 from hiexp.data import Sample
 from hiexp.engine import Completion, Engine, Sampling, decode, with_bos
-from hiexp.hek import HEK
+from hiexp.hek import HEK, Hit, fill
 from hiexp.protocols import Action, AgentProtocol, Pieces
 from hiexp.sampling import derive_seed
 from hiexp.search import SearchBackend
@@ -31,6 +37,8 @@ MALFORMED = "no query and no answer was found so write one of them"
 NOTHING_FOUND = "nothing was found"
 NOTICES = (REPEATED, LIMIT, MALFORMED, NOTHING_FOUND)
 """Every notice that a policy can see."""
+CHARACTERS_PER_TOKEN = 64
+"""More of a document is cut off before anything reads or records it: no text has tokens that long on average."""
 UNEXECUTED = {
     Status.OUT_OF_TURNS: "the turn limit is reached",
     Status.BROKEN: "an id without a token was sampled",
@@ -94,36 +102,71 @@ def run_rollouts(
     cfg: RolloutConfig,
     seed: int,
     progress: Callable[[int], Any] | None = None,
+    *,
+    first: int = 0,
+    metrics: dict[str, float] | None = None,
+    search_runner: Runner | None = None,
 ) -> list[Trajectory]:
     """`group_size` trajectories per sample, siblings adjacent; the same arguments give the same ids.
 
-    Rows are submitted as they become ready; the queries that wait after an engine step go to `search` and `hek` in one
-    call each. `progress` is called with the number of trajectories that ended since its last call.
+    Rows are submitted as they become ready; the queries that wait go to `search` and `hek` in one call each. If
+    `engine.streams`, that happens in a thread while the engine works on; else between two steps, and which rows make a
+    batch is always the same. What `search` or `hek` raises is raised here, with a note that names the queries.
+
+    progress: called with the number of trajectories that ended since its last call.
+    first: position of samples[0] among all questions of the step. Seeds derive from (seed, position, member, turn), so
+        the ranks that share a step's questions sample what one rank alone would.
+    metrics: "time/search" is raised by the seconds of searching, "time/search_wait" by those the engine stood still.
+    search_runner: instead of the thread, or of the call between two steps.
     """
     run = _Run(engine, tokenizer, protocol, search, hek, cfg, seed)
-    rows = run.open(samples)
-    by_key = {row.key: row for row in rows}
-    ready, running, reported = list(rows), len(rows), 0
+    rows = run.open(samples, first)
+    try:
+        overlapped = engine.streams and search_runner is None
+        with one_thread("search") if overlapped else nullcontext(search_runner or Inline()) as runner:
+            searches = Background(run.look_up, runner)
+            _play(run, rows, searches, progress)
+    finally:
+        engine.forget([row.key for row in rows])
+    if metrics is not None:
+        for name, seconds in (("time/search", searches.worked), ("time/search_wait", searches.waited)):
+            metrics[name] = metrics.get(name, 0.0) + seconds
+    return [row.trajectory for row in rows]
+
+
+def _play(run: "_Run", rows: "list[_Row]", searches: Background, progress: Callable[[int], Any] | None) -> None:
+    """The loop; a row is with the engine, with the search, or ready for its next turn, until it ends."""
+    engine, by_key = run.engine, {row.key: row for row in rows}
+    ready, running = rows, len(rows)
     while running:
+        is_new = bool(ready)
         for row in ready:
             run.submit(row)
         finished = sorted(engine.step(), key=lambda item: item[0])
         waiting = [by_key[key] for key, completion in finished if run.receive(by_key[key], completion)]
-        run.observe(waiting)
-        ready = [row for key, _ in finished if (row := by_key[key]).trajectory.status is Status.RUNNING]
-        running = sum(row.trajectory.status is Status.RUNNING for row in rows)
-        if running and not finished:
+        asked = {row.key for row in waiting}
+        ready = [row for key, _ in finished if key not in asked and (row := by_key[key]).is_running]
+        is_idle = not ready and not (engine.streams and engine.pending)
+        if found := searches.advance(waiting, wait=is_idle):
+            run.observe(*found)
+            ready = sorted([*ready, *(row for row in found[0] if row.is_running)], key=lambda row: row.key)
+        before = running
+        if is_new or finished or found:
+            running = sum(row.is_running for row in rows)
+        if running and is_idle and not (ready or searches.is_busy):
             raise RuntimeError(f"the engine returned nothing while {running} trajectories are running")
-        if progress:
-            progress(len(rows) - running - reported)
-            reported = len(rows) - running
-    engine.forget(by_key)
-    return [row.trajectory for row in rows]
+        if progress and running < before:
+            progress(before - running)
+
+
+_Found = tuple[list[Document], list[Hit]]
+"""What one query brought: passages and cases."""
 
 
 @dataclass
 class _Row:
     key: tuple[int, int]
+    """position of the question in the step, member of its group"""
     sample: Sample
     trajectory: Trajectory
     prompt_length: int
@@ -138,6 +181,10 @@ class _Row:
     """text and action of the newest turn"""
     closed: int | None = None
     """the eos that the newest turn ended with, if it did"""
+
+    @property
+    def is_running(self) -> bool:
+        return self.trajectory.status is Status.RUNNING
 
 
 class _Run:
@@ -157,7 +204,7 @@ class _Run:
         self.cfg, self.seed = cfg, seed
         self._encoded: dict[tuple[bool, str], tuple[int, ...]] = {}
 
-    def open(self, samples: Sequence[Sample]) -> list[_Row]:
+    def open(self, samples: Sequence[Sample], first: int) -> list[_Row]:
         """Plan each question once and open its group."""
         questions, ids = [sample.question for sample in samples], [sample.id for sample in samples]
         plans: list[tuple[str, tuple[str, ...]]] = [("", ())] * len(samples)
@@ -172,7 +219,7 @@ class _Run:
                 trajectory = Trajectory(sample.id, member, self.engine.version, shown)
                 for segment in prompt:
                     trajectory.append(segment)
-                rows.append(_Row((i, member), sample, trajectory, trajectory.num_tokens, shown=set(shown)))
+                rows.append(_Row((first + i, member), sample, trajectory, trajectory.num_tokens, shown=set(shown)))
         return rows
 
     def submit(self, row: _Row) -> None:
@@ -205,26 +252,36 @@ class _Run:
             self._reply(row, (), "", (), notice)
         return not notice
 
-    def observe(self, rows: list[_Row]) -> None:
-        """Execute the queries of all waiting rows in one batch and append what came back."""
-        if not rows:
-            return
+    def look_up(self, rows: list[_Row]) -> list[_Found]:
+        """Execute the queries of waiting rows in one batch; needs no tokenizer and changes nothing."""
         queries = [row.action.text for row in rows]
-        results = self.search.search(queries, self.cfg.top_k)
-        if len(results) != len(queries):
-            raise ValueError(f"search returned {len(results)} results for {len(queries)} queries")
-        cases: list[tuple[str, tuple[str, ...]]] = [("", ())] * len(rows)
+        try:
+            return self._look_up(rows, queries)
+        except BaseException as error:
+            more = f" and {len(queries) - 3} more" if len(queries) > 3 else ""
+            error.add_note(f"raised by the search for {', '.join(map(repr, queries[:3]))}{more}")
+            raise
+
+    def _look_up(self, rows: list[_Row], queries: list[str]) -> list[_Found]:
+        results = _checked(self.search.search(queries, self.cfg.top_k), queries)
+        cases: list[list[Hit]] = [[] for _ in rows]
         if self.cfg.use_cases:
             keys = queries
             if self.cfg.case_key == "question_query":
                 keys = [f"{row.sample.question} {query}" for row, query in zip(rows, queries, strict=True)]
-            ids, shown = [row.sample.id for row in rows], [row.shown for row in rows]
-            cases = self.hek.case_block(keys, ids, shown, self._count, self.cfg.case_tokens)
-        for row, found, (case, case_ids) in zip(rows, results, cases, strict=True):
+            cases = self.hek.cases(keys, [row.sample.id for row in rows], [row.shown for row in rows])
+        return list(zip(results, cases, strict=True))
+
+    def observe(self, rows: list[_Row], found: list[_Found]) -> None:
+        """Append to each row what its query brought."""
+        for row, (documents, hits) in zip(rows, found, strict=True):
             row.searches += 1
             row.queries.add(normalise_query(row.action.text))
-            documents = tuple(dict.fromkeys(found))  # a passage that is indexed twice is shown once
-            self._reply(row, documents, case, case_ids, "" if documents else NOTHING_FOUND)
+            most = CHARACTERS_PER_TOKEN * self.cfg.max_document_tokens
+            cut = [Document(document.title[:most], document.text[:most]) for document in documents]
+            different = tuple(dict.fromkeys(cut))  # a passage that is indexed twice is shown once
+            case, case_ids = fill(hits, self._count, self.cfg.case_tokens, cut=True)
+            self._reply(row, different, case, case_ids, "" if different else NOTHING_FOUND)
 
     def _status(self, row: _Row, finish: str) -> Status:
         row.malformed += row.action.kind == "malformed"
@@ -297,6 +354,17 @@ class _Run:
 
     def _count(self, text: str) -> int:
         return len(self._encode(text, True))
+
+
+def _checked(results: Any, queries: list[str]) -> list[list[Document]]:
+    """What a backend returned; ValueError where it does not fit, as evidence for another query must not pass."""
+    if not isinstance(results, list) or len(results) != len(queries):
+        what = f"{len(results)} results" if isinstance(results, list) else f"{str(results)[:80]!r}"
+        raise ValueError(f"search returned {what} for {len(queries)} queries")
+    for query, found in zip(queries, results, strict=True):
+        if not isinstance(found, list) or not all(isinstance(document, Document) for document in found):
+            raise ValueError(f"search returned {str(found)[:80]!r} for {query!r}; a list of documents is needed")
+    return results
 
 
 def normalise_query(query: str) -> str:

@@ -121,12 +121,14 @@ class DenseSearch:
         self.vectors = encode_passages(encoder, self.documents) if vectors is None else vectors
         if len(self.vectors) != len(self.documents):
             raise ValueError(f"{len(self.vectors)} vectors for {len(self.documents)} passages")
-        faiss.omp_set_num_threads(FAISS_THREADS)
         self._index: Any = faiss.IndexFlatIP(self.vectors.shape[1])
         self._index.add(self.vectors)
 
     def search(self, queries: list[str], top_k: int) -> list[list[Document]]:
+        import faiss
+
         _check_top_k(top_k)
+        faiss.omp_set_num_threads(FAISS_THREADS)  # it holds for the calling thread alone
         results: list[list[Document]] = [[] for _ in queries]
         vectors = unit_rows(self.encoder.encode(queries, "query"))
         told = np.flatnonzero(vectors.any(axis=1))  # a zero row is a query of which the encoder knows nothing

@@ -1,22 +1,22 @@
-"""What a run leaves behind and shows while it lasts: its folder, metrics, trajectories, timers, progress
-bars.
+"""What a run leaves behind: its folder, metrics, trajectories; and timers and progress bars.
 
     config.yaml run.json            what was run: settings, command line, commit, package versions
-    metrics.jsonl tb/               one line per step; the same for TensorBoard
+    metrics.jsonl tb/               one line per step (run_log.py); the same for TensorBoard
+    trajectories.jsonl              `python -m hiexp.tracking show RUN` pages through them
     summary.json                    written last: the folder holds a finished run
 
 Files are plain JSON lines, so that any tool reads them. A folder is claimed before any expensive work and
-never reused for other settings.
+never reused for other settings. No file holds a secret (redact.py).
 """
 
+import importlib
 import json
-import math
 import os
+import re
 import shlex
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
@@ -25,7 +25,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from hiexp.config import ConfigError, dump
+from hiexp.redact import redact_values
+from hiexp.resume import claim
 from hiexp.trajectory import Trajectory
 
 PACKAGES = (
@@ -42,22 +43,16 @@ QUIET_SECONDS = 15.0
 """Without a terminal (a log file, a CI job) a progress bar becomes one line per so many seconds."""
 
 
-def open_run_folder(path: str | Path, config: Any) -> Path:
-    """Claim a folder for one run and write config.yaml and run.json into it.
+def open_run_folder(path: str | Path, config: Any, resumable: bool = False) -> Path:
+    """Claim a folder for one run (until this process ends) and write config.yaml and run.json into it.
 
-    A folder that an interrupted run of equal settings left behind is taken over (the run starts anew).
-    ConfigError for a finished run, a run with other settings, foreign files, or a place that cannot be
-    written.
+    A folder that an interrupted run of equal settings left behind is taken over. `resumable` says that the script then
+    goes on from its checkpoints, even with settings that differ where it does not matter (resume.py), and from a
+    finished run whose train.steps was raised; `former` in run.json tells who wrote the folder before. ConfigError for
+    a finished run, one with other settings, foreign files, or a place that cannot be written.
     """
     folder = Path(path)
-    _probe(folder)
-    wanted, found = folder / ".config.yaml.new", folder / "config.yaml"
-    dump(config, wanted)
-    try:
-        _refuse_other_run(folder, found, wanted)
-        wanted.replace(found)
-    finally:
-        wanted.unlink(missing_ok=True)
+    changes = claim(folder, config, _script(), resumable)
     record = {
         "script": _script(),
         "pid": os.getpid(),
@@ -67,8 +62,9 @@ def open_run_folder(path: str | Path, config: Any) -> Path:
         "changed_files": (_git("status", "--porcelain", "--untracked-files=no") or "").splitlines(),
         "python": sys.version.split()[0],
         "packages": dict(_package_versions()),
+        "former": _former(folder, changes),
     }
-    write_json(folder / "run.json", record)
+    write_json(folder / "run.json", redact_values(record))
     return folder
 
 
@@ -77,58 +73,9 @@ def finish_run(folder: str | Path, summary: Mapping[str, Any]) -> None:
     write_json(Path(folder) / "summary.json", summary)
 
 
-class RunLog:
-    """metrics.jsonl and TensorBoard of one run, a line per step, on disk as soon as `log` returns.
-
-    Starts both anew. Values that are not finite are null in the file, since JSON has no word for them.
-    """
-
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._file = (self.folder / "metrics.jsonl").open("w", encoding="utf-8")
-        self._tensorboard = self._guard(self._open_tensorboard)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        values = {key: float(value) for key, value in metrics.items()}
-        line = {key: value if math.isfinite(value) else None for key, value in values.items()}
-        self._file.write(json.dumps({"step": step, **line}) + "\n")
-        self._file.flush()
-        writer = self._tensorboard
-        if writer is not None:
-            self._guard(lambda: [writer.add_scalar(key, value, step) for key, value in values.items()])
-
-    def close(self) -> None:
-        self._file.close()
-        if self._tensorboard is not None:
-            self._guard(self._tensorboard.close)
-
-    def __enter__(self) -> "RunLog":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _open_tensorboard(self) -> Any:
-        from torch.utils.tensorboard import SummaryWriter  # slow to import
-
-        # steps of an interrupted run in the same folder are hidden, not drawn twice
-        return SummaryWriter(str(self.folder / "tb"), purge_step=0, flush_secs=10)
-
-    def _guard(self, call: Callable[[], Any]) -> Any:
-        """TensorBoard is a view: if it fails, say so once and go on without it."""
-        try:
-            return call()
-        except Exception as error:
-            self._tensorboard = None
-            warnings.warn(f"no TensorBoard logs from here on ({error}); metrics.jsonl goes on", stacklevel=3)
-            return None
-
-
 def read_metrics(folder: str | Path) -> list[dict[str, float | None]]:
     """The lines of a run's metrics.jsonl."""
-    text = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()]
+    return [json.loads(line) for line in _whole_lines(Path(folder) / "metrics.jsonl")]
 
 
 def write_trajectories(path: str | Path, trajectories: Iterable[Trajectory]) -> None:
@@ -136,9 +83,56 @@ def write_trajectories(path: str | Path, trajectories: Iterable[Trajectory]) -> 
     _write_whole(Path(path), (json.dumps(t.to_json(), ensure_ascii=False) + "\n" for t in trajectories))
 
 
+def append_trajectories(path: str | Path, trajectories: Iterable[Trajectory], step: int) -> None:
+    """Add the trajectories of a step, each line with the step before its other keys.
+
+    All of them are on disk on return; if that fails (OSError), the file is as it was.
+    """
+    lines = "".join(json.dumps({"step": step} | t.to_json(), ensure_ascii=False) + "\n" for t in trajectories)
+    with Path(path).open("ab") as file:
+        end = file.tell()
+        try:
+            file.write(lines.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError:
+            os.truncate(path, end)
+            raise
+
+
 def read_trajectories(path: str | Path) -> list[Trajectory]:
-    with Path(path).open(encoding="utf-8") as lines:
-        return [Trajectory.from_json(json.loads(line)) for line in lines]
+    return [trajectory for _, trajectory in iter_trajectories(path)]
+
+
+def iter_trajectories(path: str | Path) -> Iterator[tuple[int, Trajectory]]:
+    """(step, trajectory) of every line; a file without steps counts by policy version."""
+    for line in _whole_lines(Path(path)):
+        record = json.loads(line)
+        yield record.get("step", record["policy_version"]), Trajectory.from_json(record)
+
+
+def cut_after(path: str | Path, step: int) -> None:
+    """Cut a file of JSON lines that begin with their step (in order) behind the last line of `step` or before.
+
+    So does a last line that was only half written; no file is no failure.
+    """
+    end = 0
+    try:
+        with Path(path).open("rb") as lines:
+            for line in lines:
+                found = _STEP.match(line)
+                if not found or int(found[1]) > step or not line.endswith(b"\n"):
+                    break
+                end += len(line)
+        os.truncate(path, end)
+    except FileNotFoundError:
+        return
+
+
+def _whole_lines(path: Path) -> Iterator[str]:
+    """Lines of a file that may be growing: one that does not end yet is left out."""
+    with path.open(encoding="utf-8", newline="\n") as lines:
+        yield from (line for line in lines if line.endswith("\n"))
 
 
 def write_json(path: str | Path, value: Any) -> None:
@@ -168,15 +162,29 @@ def timed(metrics: dict[str, float], name: str) -> Iterator[Timer]:
     metrics[f"time/{name}_cpu"] = metrics.get(f"time/{name}_cpu", 0.0) + timer.cpu
 
 
+class _Bar(tqdm):
+    """tqdm by a clock that never goes backwards: by time.time, a bar stands still for as long as it was set back."""
+
+    monitor_interval = 0  # tqdm's watching thread reads time.time
+
+    @property
+    def _time(self) -> Callable[[], float]:
+        return time.perf_counter
+
+    @_time.setter
+    def _time(self, _: Callable[[], float]) -> None:
+        """tqdm sets time.time here."""
+
+
 def progress(
     iterable: Iterable[Any] | None = None, total: int | None = None, label: str = "", unit: str = "it"
 ) -> tqdm:
     """A progress bar on stderr: iterate over it, or use it as a context manager and call `.update(n)`."""
     if sys.stderr.isatty():
-        return tqdm(iterable, desc=label, total=total, unit=unit, dynamic_ncols=True)
+        return _Bar(iterable, desc=label, total=total, unit=unit, dynamic_ncols=True)
     every = QUIET_SECONDS
     lines: Any = _Lines(sys.stderr)
-    return tqdm(
+    return _Bar(
         iterable, desc=label, total=total, unit=unit, file=lines, ncols=100, ascii=True,
         mininterval=every, maxinterval=every, miniters=1, delay=every,
     )  # fmt: skip
@@ -199,67 +207,21 @@ class _Lines:
         self._stream.flush()
 
 
-def _probe(folder: Path) -> None:
-    """Create the folder and write 64 KB into it, so that a full or read-only disk is known at once."""
-    first_missing = next((p for p in reversed(folder.absolute().parents) if not p.exists()), None)
-    if first_missing is not None and first_missing.parent == Path(first_missing.anchor):
-        raise ConfigError(f"out={folder}: {first_missing} does not exist; create it or choose another out=...")
-    probe = folder / ".probe"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            with probe.open("wb") as file:
-                file.write(bytes(1 << 16))
-                file.flush()
-                os.fsync(file.fileno())
-        finally:
-            probe.unlink(missing_ok=True)
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise ConfigError(
-            f"cannot write to out={folder} ({reason}); free some space or choose another out=..."
-        ) from error
-
-
-def _refuse_other_run(folder: Path, found: Path, wanted: Path) -> None:
-    remedy = "choose another out=... or delete that folder"
-    script, pid = _claimed_by(folder)
-    if pid != os.getpid() and not (folder / "summary.json").exists() and _is_alive(pid):
-        raise ConfigError(f"out={folder} is in use by process {pid} ({script}); wait for it, or choose another out=...")
-    content = {p.name for p in folder.iterdir() if not p.name.startswith(".")}
-    if content <= {"config.yaml", "run.json"}:
-        return  # new, or claimed by a start that failed before it produced anything
-    if not found.exists():
-        raise ConfigError(f"out={folder} holds files that are not of a run; {remedy}")
-    if script != _script():
-        raise ConfigError(f"out={folder} holds a run of {script or 'something else'}; {remedy}")
-    if found.read_bytes() != wanted.read_bytes():
-        raise ConfigError(f"out={folder} holds a run with other settings (see its config.yaml); {remedy}")
-    if (folder / "summary.json").exists():
-        raise ConfigError(f"out={folder} holds a finished run of these settings; {remedy}")
-
-
 def _script() -> str:
     return Path(sys.argv[0]).name
 
 
-def _claimed_by(folder: Path) -> tuple[str, int]:
-    """Script and process that claimed a folder; ("", 0) when nobody did."""
+def _former(folder: Path, changes: Mapping[str, tuple[Any, Any]]) -> list[dict[str, Any]]:
+    """The earlier starts of this run, each with the settings that its successor changed."""
     try:
         record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-        return str(record["script"]), int(record["pid"])
+        start = {key: record[key] for key in ("started", "command", "commit")}
+        return [
+            *record.get("former", []),
+            start | {"changed_after": {key: list(pair) for key, pair in changes.items()}},
+        ]
     except (OSError, ValueError, KeyError, TypeError):
-        return "", 0
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return pid > 0
+        return []
 
 
 def _git(*arguments: str) -> str | None:
@@ -288,3 +250,10 @@ def _write_whole(path: Path, chunks: Iterable[str]) -> None:
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)
+
+
+_STEP = re.compile(rb'\{"step": (\d+)[,}]')
+
+if __name__ == "__main__":
+    # by name: the viewer stands in a higher layer than this file
+    sys.exit(importlib.import_module("hiexp.browse").main(sys.argv[1:]))

@@ -71,23 +71,35 @@ class ScriptedEngine:
     """Plays the given turns: `turns(key, prompt_ids)` returns a text, a list of ids, or a whole Completion.
 
     Keeps every request in `requests` and every completion in `completions`, both [(key, ...)], for the assertions.
+    With `pick` it streams: `pick(pending keys)` names those that finish in this step (it may name none).
     """
 
-    def __init__(self, tokenizer: Any, turns: Callable[[Hashable, list[int]], Any], max_length: int = 4096) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        turns: Callable[[Hashable, list[int]], Any],
+        max_length: int = 4096,
+        pick: Callable[[list[Hashable]], Iterable[Hashable]] | None = None,
+    ) -> None:
         self.tokenizer, self.turns, self.max_length, self.version = tokenizer, turns, max_length, 7
+        self.pick, self.streams, self.exact_logprobs = pick or list, pick is not None, True
         self.requests: list[tuple[Hashable, list[int], int, Sampling]] = []
         self.completions: list[tuple[Hashable, Completion]] = []
         self.forgotten: list[Hashable] = []
-        self.pending: list[tuple[Hashable, list[int], int, Sampling]] = []
+        self._rows: list[tuple[Hashable, list[int], int, Sampling]] = []
+
+    @property
+    def pending(self) -> int:
+        return len(self._rows)
 
     def submit(self, key: Hashable, prompt_ids: list[int], max_tokens: int, sampling: Sampling) -> None:
         assert max_tokens > 0 and len(prompt_ids) + max_tokens <= self.max_length
-        self.pending.append((key, list(prompt_ids), max_tokens, sampling))
-        self.requests.append(self.pending[-1])
+        self._rows.append((key, list(prompt_ids), max_tokens, sampling))
+        self.requests.append(self._rows[-1])
 
     def step(self) -> list[tuple[Hashable, Completion]]:
-        finished = []
-        for key, prompt_ids, max_tokens, _ in self.pending:
+        finished, chosen = [], set(self.pick([row[0] for row in self._rows]))
+        for key, prompt_ids, max_tokens, _ in [row for row in self._rows if row[0] in chosen]:
             turn = self.turns(key, prompt_ids)
             if isinstance(turn, str):
                 turn = self.tokenizer.encode(turn, add_special_tokens=False)
@@ -96,7 +108,7 @@ class ScriptedEngine:
                 finish = "length" if len(turn) > max_tokens else "stop"
                 turn = Completion(ids, tuple(-0.5 - 0.01 * i for i in range(len(ids))), finish)
             finished.append((key, turn))
-        self.pending = []
+        self._rows = [row for row in self._rows if row[0] not in chosen]
         self.completions += finished
         return finished
 
@@ -105,6 +117,12 @@ class ScriptedEngine:
 
     def forget(self, keys: Iterable[Hashable]) -> None:
         self.forgotten += list(keys)
+        self._rows = [row for row in self._rows if row[0] not in self.forgotten]
+
+    def sleep(self) -> None:
+        pass
+
+    close = sleep
 
 
 class ToySearch:

@@ -11,30 +11,31 @@ from hiexp.config import load
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "hiexp").glob("*.py")}
 
-LAYERS = {
-    0: {"config", "trajectory"},
-    1: {"protocols", "metrics", "data", "encoder", "tracking", "loss", "sampling", "kv_cache", "charts", "lab_world"},
-    2: {"engine", "search", "experience", "hek", "rewards", "batching", "model", "clustering", "hek_prompts"},
-    3: {"rollout", "step_metrics", "trainer", "checkpoint", "hek_report", "reflector", "run_panel"},
-    4: {"hek_build", "evaluation", "report", "report_views", "convert", "lab_teacher"},
-    5: {"assemble", "lab_policy"},
-    6: {"lab_demo"},
-    7: {"lab"},
-}
-"""Imports go down, or sideways within a layer without a circle."""
-AGENT_SIDE = {
-    "protocols",
-    "encoder",
-    "search",
-    "experience",
-    "hek",
-    "rewards",
-    "engine",
-    "rollout",
-    "sampling",
-    "kv_cache",
-}
-OPTIMISATION_SIDE = {"loss", "batching", "model", "trainer", "step_metrics", "checkpoint"}
+AGENT = """
+protocols encoder search experience hek rewards engine vllm_engine vllm_weights rollout sampling kv_cache background
+"""
+OPTIMISATION = """
+advantages loss fused attention lora batching model fsdp trainer step_metrics shards checkpoint
+"""
+LAYERS = dict(
+    enumerate(
+        set(line.split())
+        for line in """
+redact config trajectory distributed advantages
+protocols metrics data encoder tracking resume run_log watch paired loss fused attention lora speed sampling kv_cache \
+background charts lab_world
+engine vllm_engine vllm_weights search experience hek rewards batching model clustering hek_prompts
+rollout step_metrics trainer fsdp shards checkpoint hek_report reflector run_panel demonstrations
+hek_build evaluation report report_views convert lab_teacher
+browse assemble lab_policy
+lab_demo sft
+lab
+""".strip().splitlines()
+    )
+)
+"""A line per layer, from the bottom up. Imports go down, or sideways within a layer without a circle."""
+AGENT_SIDE = set(AGENT.split())
+OPTIMISATION_SIDE = set(OPTIMISATION.split())
 """The two sides pass trajectories and named tensors, and never import each other."""
 
 
@@ -95,8 +96,8 @@ def test_text_modules_need_no_torch():
 
 
 def test_loss_is_one_page_that_needs_no_other_file():
-    assert imports(MODULES["loss"]) <= {"config"}
-    assert len((ROOT / "hiexp/loss.py").read_text().splitlines()) <= 130
+    assert imports(MODULES["loss"]) <= {"config", "advantages"}
+    assert len((ROOT / "hiexp/loss.py").read_text().splitlines()) <= 195
 
 
 @pytest.mark.parametrize("path", [*(ROOT / "hiexp").glob("*.py"), *ROOT.glob("*.py")], ids=lambda path: path.name)
@@ -105,7 +106,8 @@ def test_functions_and_files_are_short(path):
     assert len(text.splitlines()) <= 400, path
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno:
-            assert node.end_lineno - node.lineno < 60, f"{path.name}: {node.name}"
+            limit = 80 if node.name == "main" else 60  # a main is read from top to bottom
+            assert node.end_lineno - node.lineno < limit, f"{path.name}: {node.name}"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)

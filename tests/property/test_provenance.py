@@ -15,7 +15,7 @@ from support import ScriptedEngine, build_ambiguous_tokenizer
 
 from hiexp.data import Sample
 from hiexp.engine import Completion
-from hiexp.hek import HEK
+from hiexp.hek import HEK, Hit
 from hiexp.protocols import PROTOCOLS
 from hiexp.rollout import RolloutConfig, run_rollouts
 from hiexp.trajectory import Document, Source, Status, Trajectory
@@ -88,7 +88,8 @@ def play(world) -> tuple[ScriptedEngine, list[Trajectory]]:
     search = SimpleNamespace(search=lambda queries, top_k: [list(world.documents) for _ in queries])
     hek = HEK.empty()
     hek.strategy_block = lambda questions, *_: [(world.strategy, ("E2-1",)) for _ in questions]
-    hek.case_block = lambda queries, *_: [(world.case, ("E1-1",)) for _ in queries]
+    case = SimpleNamespace(id="E1-1", line=lambda: world.case)
+    hek.cases = lambda queries, *_: [[Hit(case, 1.0, True)] for _ in queries]
     samples = [Sample("p", world.question, ("an",)), Sample("q", "another", ("an",))]
     return engine, run_rollouts(engine, TOKENIZER, PROTOCOLS[cfg.protocol], search, hek, samples, cfg, 0)
 

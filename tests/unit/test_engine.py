@@ -9,7 +9,7 @@ import torch
 from support import build_ambiguous_tokenizer, build_byte_tokenizer, build_tiny_model
 
 from hiexp.config import ConfigError
-from hiexp.engine import Sampling, TorchEngine, _Row, decode
+from hiexp.engine import Endings, EngineConfig, Row, Sampling, TorchEngine, decode
 from hiexp.sampling import derive_seed, sample, uniforms
 
 GREEDY = Sampling(temperature=0)
@@ -128,13 +128,13 @@ def test_B52_stop_ends_with_the_token_that_completes_it():
         ("a </search> b", "</answer>", ""),
     ],
 )
-def test_stop_strings_of_several_tokens(tiny_model, byte_tokenizer, text, stop, finish):
-    engine = TorchEngine(tiny_model, byte_tokenizer)
-    row = _Row("a", [1], 99, Sampling(stop=("never", stop)))
+def test_stop_strings_of_several_tokens(byte_tokenizer, text, stop, finish):
+    endings = Endings(byte_tokenizer, None)
+    row = Row("a", [1], 99, Sampling(stop=("never", stop)))
     states = []
     for token in byte_tokenizer.encode(text):
         row.ids.append(token)
-        states.append(engine._finish(row))
+        states.append(endings.finish(row))
     assert states[-1] == finish and not any(states[:-1])
 
 
@@ -282,3 +282,25 @@ def test_models_that_are_not_understood(byte_tokenizer):
     for changes in ({"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}):
         with pytest.raises(ConfigError):
             Sampling(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "vllmm"}, "must be torch or vllm"),
+        ({"kind": "vllm", "tensor_parallel": 0}, "tensor_parallel=0 must be at least 1"),
+        ({"tensor_parallel": 2}, "needs kind=vllm"),
+        ({"gpu_memory_fraction": 1.0}, r"gpu_memory_fraction=1\.0 must be between 0 and 1"),
+    ],
+)
+def test_engine_settings_that_cannot_work(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**changes)
+
+
+def test_a_forgotten_row_is_not_sampled(tiny_model, byte_tokenizer):
+    engine = TorchEngine(tiny_model, byte_tokenizer)
+    for key in "ab":
+        engine.submit(key, [1, 2], 3, GREEDY)
+    engine.forget(["a"])
+    assert engine.pending == 1 and list(dict(engine.step())) == ["b"] and engine.pending == 0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hiexp.config import ConfigError
 from hiexp.encoder import HashEncoder, unit_rows
-from hiexp.hek import HEK, Experience, HEKConfig
+from hiexp.hek import HEK, Experience, HEKConfig, fill
 
 
 class TableEncoder:
@@ -39,6 +39,10 @@ def words(text):
 
 def ids(hits):
     return [hit.experience.id for hit in hits]
+
+
+def case_blocks(hek, queries, samples, shown, budget):
+    return [fill(hits, words, budget, cut=True) for hits in hek.cases(queries, samples, shown)]
 
 
 @settings(deadline=None, max_examples=60)
@@ -130,9 +134,9 @@ def test_what_was_said_is_not_said_again_and_nothing_worse_takes_its_place():
     table = {"t": (1, 0), "u": (9, 1), "q": (1, 0)}
     hek = HEK([said, *same_words, other], TableEncoder(table), HEKConfig(case_top_k=1))
     for shown in ({"E1-000001"}, {"E1-000002"}, {"E2-000003"}):
-        assert hek.case_block(["q"], ["s"], [shown], words, 9) == [("", ())]
+        assert case_blocks(hek, ["q"], ["s"], [shown], 9) == [("", ())]
     two = HEK([said, other], TableEncoder(table), HEKConfig(case_top_k=2))
-    assert two.case_block(["q"], ["s"], [{"E1-000001"}], words, 9) == [("- u: else", ("E1-000004",))]
+    assert case_blocks(two, ["q"], ["s"], [{"E1-000001"}], 9) == [("- u: else", ("E1-000004",))]
 
 
 def test_strategies_fill_the_budget_in_rank_order_and_abstain_below_the_threshold():
@@ -155,9 +159,9 @@ def test_strategies_fill_the_budget_in_rank_order_and_abstain_below_the_threshol
 def test_a_case_is_cut_to_its_budget_and_shown_once():
     entry = replace(case(1, "t"), description="one two three four")
     hek = HEK([entry], TableEncoder({"t": (1, 0), "q": (1, 0)}))
-    assert hek.case_block(["q"], ["s"], [set()], words, 4) == [("- t: one two", ("E1-000001",))]
-    assert hek.case_block(["q"], ["s"], [{"E1-000001"}], words, 4) == [("", ())]
-    assert hek.case_block(["q"], ["s"], [set()], words, 1) == [("", ())]
+    assert case_blocks(hek, ["q"], ["s"], [set()], 4) == [("- t: one two", ("E1-000001",))]
+    assert case_blocks(hek, ["q"], ["s"], [{"E1-000001"}], 4) == [("", ())]
+    assert case_blocks(hek, ["q"], ["s"], [set()], 1) == [("", ())]
 
 
 def test_a_query_that_the_encoder_knows_nothing_of_finds_nothing():
@@ -168,7 +172,7 @@ def test_a_query_that_the_encoder_knows_nothing_of_finds_nothing():
 def test_empty_store_answers_with_nothing_and_is_not_saved(tmp_path):
     hek = HEK.empty()
     assert len(hek) == 0 and hek.retrieve(["a", "b"], 1, 3, ["x", "y"]) == [[], []]
-    assert hek.strategy_block(["a"], ["x"], 2, words, 9) == hek.case_block(["a"], ["x"], [()], words, 9) == [("", ())]
+    assert hek.strategy_block(["a"], ["x"], 2, words, 9) == case_blocks(hek, ["a"], ["x"], [()], 9) == [("", ())]
     with pytest.raises(ValueError, match="not saved"):
         hek.save(tmp_path / "hek")
 
@@ -344,5 +348,5 @@ def test_blocks_hide_what_was_distilled_from_the_asked_question():
     hek = HEK([own, other, *cases], TableEncoder({"t": (1, 0), "q": (1, 0)}), HEKConfig(strategy_top_k=9, case_top_k=9))
     [(_, shown)] = hek.strategy_block(["q"], ["mine"], 2, words, 99)
     assert shown == (other.id,)
-    [(_, shown)] = hek.case_block(["q"], ["mine"], [set()], words, 99)
+    [(_, shown)] = case_blocks(hek, ["q"], ["mine"], [set()], 99)
     assert shown == (cases[1].id,)

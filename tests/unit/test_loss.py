@@ -7,31 +7,30 @@ import pytest
 import torch
 
 from hiexp.config import ConfigError
-from hiexp.loss import LossConfig, group_advantages, policy_loss
+from hiexp.loss import KL, LossConfig
+from hiexp.loss import policy_loss as whole_loss
 
 
 @dataclass
 class Inputs:
     advantages: torch.Tensor
     sequence: torch.Tensor
-    old_logprobs: torch.Tensor
+    old_logprobs: torch.Tensor | None
     ref_logprobs: torch.Tensor | None
+    rollout_logprobs: torch.Tensor
 
 
-def inputs(advantages, old, ref=None, sequence=None) -> Inputs:
-    rows = torch.zeros(len(old), dtype=torch.long) if sequence is None else torch.tensor(sequence)
-    return Inputs(torch.tensor(advantages), rows, torch.tensor(old), None if ref is None else torch.tensor(ref))
+def inputs(advantages, old, ref=None, sequence=None, rollout=None) -> Inputs:
+    """`old` None: the trainer's log-probs are those of now; `rollout` defaults to -1 for every token."""
+    count = len(advantages)
+    rows = torch.zeros(count, dtype=torch.long) if sequence is None else torch.tensor(sequence)
+    before, reference = (None if values is None else torch.tensor(values) for values in (old, ref))
+    engine = torch.full((count,), -1.0) if rollout is None else torch.tensor(rollout)
+    return Inputs(torch.tensor(advantages), rows, before, reference, engine)
 
 
-@pytest.mark.parametrize("mode", ["group_std", "group_mean"])
-def test_B27_identical_rewards_have_exactly_no_advantage(mode):
-    rewards = torch.tensor([[1.0] * 4, [0.0] * 4, [0.1] * 4, [0.7] * 4, [0.0, 1.0, 0.0, 0.1]])
-    advantages = group_advantages(rewards, mode)
-    assert (advantages[:4] == 0).all()
-    assert advantages.isfinite().all()
-    assert (advantages[4] != 0).all()
-    thirds = group_advantages(torch.full((1, 7), 1 / 3), mode)  # the mean of seven thirds is not a third in float32
-    assert (thirds == 0).all()
+def policy_loss(cfg, logprobs, batch, entropy=None):
+    return whole_loss(cfg, logprobs, torch.zeros_like(logprobs) if entropy is None else entropy, batch)
 
 
 def test_B27_a_group_without_advantage_gives_no_policy_gradient():
@@ -41,37 +40,21 @@ def test_B27_a_group_without_advantage_gives_no_policy_gradient():
     assert logprobs.grad is not None and (logprobs.grad == 0).all()
 
 
-def test_B29_the_std_is_unbiased_and_a_group_of_one_is_finite():
-    root = 0.7071
-    assert group_advantages(torch.tensor([[1.0, 0.0]]), "group_std")[0].tolist() == pytest.approx(
-        [root, -root], abs=1e-4
-    )
-    four = [0.0, 0.0, 1.0, 0.0]
-    wanted = (np.array(four) - np.mean(four)) / np.std(four, ddof=1)
-    assert group_advantages(torch.tensor([four]), "group_std")[0].tolist() == pytest.approx(wanted.tolist(), abs=1e-4)
-    assert group_advantages(torch.tensor([[1.0], [0.0]]), "group_std").tolist() == [[1.0], [0.0]]
-
-
-def test_B90_each_scaling_reproduces_its_hand_value():
-    rewards = torch.tensor([[0.0, 1.0, 2.0], [0.0, 10.0, 20.0]])  # std 1 and 10
-    scaled = group_advantages(rewards, "group_std")
-    torch.testing.assert_close(scaled, torch.tensor([[-1.0, 0.0, 1.0], [-1.0, 0.0, 1.0]]), atol=1e-5, rtol=0)
-    assert group_advantages(rewards, "group_mean").tolist() == [[-1.0, 0.0, 1.0], [-10.0, 0.0, 10.0]]
-
-
-def test_B30_advantages_follow_a_permutation_of_groups_and_members():
-    rewards = torch.tensor([[0.0, 1.0, 0.3], [0.2, 0.2, 0.9], [1.0, 1.0, 1.0]])
-    groups, members = torch.tensor([2, 0, 1]), torch.tensor([1, 2, 0])
-    moved = group_advantages(rewards[groups][:, members], "group_std")
-    torch.testing.assert_close(moved, group_advantages(rewards, "group_std")[groups][:, members])
-
-
 @pytest.mark.parametrize(("new", "ref", "wanted"), [(-1.0, -1.5, 0.106531), (-1.5, -1.0, 0.148721), (-2.0, -2.0, 0.0)])
 def test_B38_k3_has_the_right_direction(new, ref, wanted):
     cfg = LossConfig(kl_coef=0.5)
     loss, metrics = policy_loss(cfg, torch.tensor([new]), inputs([0.0], [new], [ref]))
     assert metrics["loss/kl"].item() == pytest.approx(wanted, abs=1e-6)
     assert loss.item() == pytest.approx(0.5 * wanted, abs=1e-6)
+
+
+def test_B38_every_estimator_is_its_own():
+    wanted = {"k1": 0.5, "k2": 0.125, "k3": 0.106531}
+    for name, value in wanted.items():
+        cfg = LossConfig(kl_coef=1.0, kl_estimator=name)
+        loss, metrics = policy_loss(cfg, torch.tensor([-1.0]), inputs([0.0], [-1.0], [-1.5]))
+        assert metrics["loss/kl"].item() == loss.item() == pytest.approx(value, abs=1e-6)
+    assert set(wanted) == set(KL)
 
 
 def test_B38_k3_is_the_kl_of_policy_from_reference_in_the_mean():
@@ -152,9 +135,17 @@ def test_extreme_log_ratios_stay_finite():
     ("changes", "message"),
     [
         ({"algorithm": "grpoo"}, "did you mean 'grpo'"),
-        ({"advantage": "std"}, "known: group_mean, group_std"),
+        ({"advantage": "std"}, "known: batch, batch_std, group_mean, group_std"),
         ({"weighting": "tokens"}, "did you mean 'token'"),
-        ({"algorithm": "gspo"}, "weighting=sequence"),
+        ({"algorithm": "gspo", "weighting": "token"}, "weighting=token"),
+        ({"algorithm": "cispo", "clip_high": float("nan")}, "clip_high=nan"),
+        ({"algorithm": "cispo", "clip_low": 1.5}, "clip_low=1.5"),
+        ({"kl_estimator": "k4"}, "known: k1, k2, k3"),
+        ({"mismatch": "tis"}, "known: mask, none, sequence, truncate"),
+        ({"mismatch_low": 1.0}, "mismatch_low=1.0"),
+        ({"mismatch_high": 0.9}, "mismatch_high=0.9"),
+        ({"entropy_coef": float("nan")}, "entropy_coef=nan"),
+        ({"constant_tokens": -1}, "constant_tokens=-1"),
         ({"clip_low": 1.5}, "clip_low=1.5"),
         ({"dual_clip": 0.5}, "dual_clip=0.5"),
         ({"kl_coef": -1.0}, "kl_coef=-1.0"),

@@ -113,3 +113,20 @@ def test_bad_settings_are_told_in_one_line():
         RewardConfig(format_floor=1.0)
     with pytest.raises(ConfigError, match="format_floor"):
         RewardConfig(format_floor=math.nan)
+
+
+@pytest.mark.parametrize(
+    ("policy", "documents", "wanted"), [(6, 0, 0.0), (7, 0, 0.25), (3, 5, 0.5), (10, 0, 1.0), (6, 9, 1.0)]
+)
+def test_overlong_attempts_lose_up_to_one_linearly(policy, documents, wanted):
+    """Of 10 tokens the last 4 are punished; what the search returned counts, the prompt does not."""
+    one = Trajectory("q1")
+    one.append(Segment(Source.PROMPT, (1,) * 50))
+    one.append(Segment(Source.POLICY, (1,) * policy, (-1.0,) * policy))
+    one.append(Segment(Source.DOCUMENT, (1,) * documents))
+    one.answer, one.status = "Oslo", Status.ANSWERED
+    got = score([one], [OSLO], RewardConfig(overlong_tokens=4), 1, max_response_tokens=10)
+    assert got.item() == one.reward == pytest.approx(1.0 - wanted)
+    assert score([one], [OSLO], RewardConfig(), 1, max_response_tokens=10).item() == 1.0
+    with pytest.raises(ConfigError, match="overlong_tokens=-1"):
+        RewardConfig(overlong_tokens=-1)

@@ -12,7 +12,7 @@ from tokenizers import processors
 from hiexp.config import ConfigError
 from hiexp.data import Sample
 from hiexp.engine import Completion, TorchEngine
-from hiexp.hek import HEK, Experience, HEKConfig
+from hiexp.hek import HEK, Experience, HEKConfig, Hit
 from hiexp.protocols import PROTOCOLS
 from hiexp.rollout import (
     LIMIT,
@@ -243,7 +243,7 @@ def test_control_tokens_of_documents_stay_text(scripted_engine, byte_tokenizer):
 def test_control_tokens_that_do_not_look_like_tags_stay_text_too(scripted_engine, byte_tokenizer):
     byte_tokenizer.add_special_tokens({"bos_token": "[STOP]"})
     hek = HEK.empty()
-    hek.case_block = lambda queries, *_: [("[STOP] and think", ("E1-1",))] * len(queries)
+    hek.cases = lambda queries, *_: [[Hit(experience("E1-1", 1, "[STOP] and think"), 1.0, True)]] * len(queries)
     (trajectory,) = roll(scripted_engine([query("a"), ANSWER]), ToySearch({"a": [Document("t", "[STOP] here")]}), hek)
     assert byte_tokenizer.bos_token_id == 258 and 258 not in trajectory.token_ids
     shown = byte_tokenizer.decode(trajectory.token_ids)
@@ -333,7 +333,7 @@ def test_experience_is_planned_once_and_shown_once(scripted_engine, byte_tokeniz
 def test_case_key_can_hold_the_question(scripted_engine):
     asked = []
     hek = HEK.empty()
-    hek.case_block = lambda keys, *_: asked.append(list(keys)) or [("", ())] * len(keys)
+    hek.cases = lambda keys, *_: asked.append(list(keys)) or [[]] * len(keys)
     roll(scripted_engine([query("a"), ANSWER]), hek=hek)
     roll(scripted_engine([query("a"), ANSWER]), hek=hek, case_key="question_query")
     assert asked == [["a"], ["Who? a"]]

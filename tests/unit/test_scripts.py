@@ -68,7 +68,12 @@ def sources(path):
 
 def test_engine_and_trainer_stay_one_policy_and_the_reference_stays_behind(settings, tmp_path, monkeypatch):
     draws = torch.Generator().manual_seed(0)
-    monkeypatch.setattr(train, "score", lambda t, s, cfg, size: torch.rand(len(s), size, generator=draws))
+
+    def score(trajectories, *_):
+        for one in trajectories:
+            one.reward = float(torch.rand((), generator=draws))
+
+    monkeypatch.setattr(train, "score", score)
     more = ("rollout.temperature=0.7", "train.steps=3", "optim.lr=1e-3")
     run(train.main, settings, f"out={tmp_path / 'run'}", *more)
     metrics = read_metrics(tmp_path / "run")
@@ -146,7 +151,7 @@ def test_a_start_that_failed_does_not_block_its_folder(settings, tmp_path):
         run(train.main, settings, out, "model.dtype=bfloat16", "train.steps=1")
     run(train.main, settings, out, "train.steps=1")
     with pytest.raises(ConfigError, match="other settings"):
-        run(train.main, settings, out, "train.steps=2")
+        run(train.main, settings, out, "train.steps=2", "optim.lr=1e-5")
 
 
 def test_unhelpful_group_sizes_are_warned_of(settings, tmp_path):
