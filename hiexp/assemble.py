@@ -7,6 +7,7 @@ needs. Cheap checks come first, so that a wrong path is reported before a model 
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ from hiexp.vllm_engine import open_engine
 from hiexp.watch import WatchConfig
 
 ROLLOUTS_AT_ONCE = 96
+Keep = Callable[[Sequence[Sample], int, Callable[[], list[Trajectory]]], list[Trajectory]]
+"""(questions of a part, its seed, what samples its trajectories) -> its trajectories"""
 ALONE = Context()
 ROW_MASKS = ("eager", "sdpa")
 """attentions that the torch engine can use; it samples with sdpa where the trainer packs"""
@@ -157,15 +160,21 @@ class Agent:
         return run_rollouts(*parts, samples, cfg, seed, progress, first=first, metrics=metrics)
 
     def rollout_all(
-        self, samples: Sequence[Sample], seed: int, label: str, hek: HEK, **changes: Any
+        self, samples: Sequence[Sample], seed: int, label: str, hek: HEK, keep: Keep | None = None, **changes: Any
     ) -> list[Trajectory]:
-        """The same for any number of samples: a part at a time, which bounds memory, with a progress bar."""
+        """The same for any number of samples: a part at a time, which bounds memory, with a progress bar.
+
+        `keep` may have a part's trajectories from before, and else runs it.
+        """
         size = changes.get("group_size", self.cfg.group_size)
         at_once, trajectories = max(1, ROLLOUTS_AT_ONCE // size), []
         with progress(total=len(samples) * size, label=label, unit="rollout") as bar:
             for start in range(0, len(samples), at_once):
                 part = samples[start : start + at_once]
-                trajectories += self.rollout(part, seed * 1_000_003 + start, hek, bar.update, **changes)
+                part_seed = seed * 1_000_003 + start
+                run = partial(self.rollout, part, part_seed, hek, bar.update, **changes)
+                trajectories += keep(part, part_seed, run) if keep else run()
+                bar.update(len(trajectories) - bar.n)
         return trajectories
 
 

@@ -7,14 +7,30 @@ rows only, and it takes euclidean distances of unit rows.
     average    mean cosine distance over all pairs    h = 1 - tau
     complete   largest cosine distance of a pair      h = 1 - tau
     ward       sqrt(2ab / (a+b)) |centroid a - b|     h = sqrt(2 - 2 tau)
+
+A zero row (a text that says nothing) is alone; a value that is not finite is refused, never dropped. How large inputs
+are clustered is in components.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-from sklearn.cluster import AgglomerativeClustering
 
-from hiexp.config import lookup
+from hiexp.components import GIANT, HEIGHTS, TILE, WHOLE, components, height, near_duplicates, told_rows, tree
+
+__all__ = [
+    "HEIGHTS",
+    "Insertion",
+    "assign",
+    "calibrate_threshold",
+    "centroids",
+    "cluster",
+    "height",
+    "insertion_due",
+    "near_duplicates",
+    "representatives",
+]
 
 GRID = 0.005
 LOOSEST = 0.3
@@ -22,21 +38,26 @@ LOOSEST = 0.3
 MEAN_SIZE = {1: (4, 12), 2: (3, 10)}
 FALLBACK = {1: 0.92, 2: 0.88}
 """Usual values for e5, whose cosines lie close together."""
+LADDER = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5, 0.4, LOOSEST)
+"""Thresholds down to which calibration makes the tree of a large input, one after the other."""
+CHANGED = 0.2
+"""Share of new members from which a group is abstracted again, and of new rows from which all are clustered again."""
 
 
 def cluster(
     vectors: np.ndarray,  # [N, D] unit rows
     threshold: float,  # similarity tau
     linkage: str = "average",
+    notes: list[str] | None = None,  # gets a line for each thing that was not done exactly
 ) -> list[list[int]]:
-    """Index groups, ascending, in order of their first member; a zero row is alone. N may be 0 or 1."""
-    merges, heights = _tree(vectors, linkage)
-    return _cut(merges, int(np.sum(heights < height(threshold, linkage))), len(vectors))
+    """Index groups, ascending, in order of their first member; a zero row is alone. N may be 0 or 1.
 
-
-def height(threshold: float, linkage: str) -> float:
-    """The merge height that a similarity threshold stands for."""
-    return lookup(HEIGHTS, linkage, "linkage")(threshold)
+    ValueError for values that are not finite; ConfigError where complete linkage does not fit in memory.
+    """
+    found = tree(vectors, threshold, linkage)
+    if notes is not None:
+        notes.extend(found.notes)
+    return found.groups(height(threshold, linkage))
 
 
 def calibrate_threshold(
@@ -51,24 +72,49 @@ def calibrate_threshold(
     two or more lies in [4, 12] (level 1) or [3, 10] (level 2), and the largest has at most a tenth of the
     entries, or that upper bound where a tenth is less (few entries could never meet a tenth). A tau that also
     puts 60% of the entries into such clusters is preferred.
+
+    A large input is clustered down one rung of LADDER after the other, with the components of all rungs from one pass
+    over the products, until a tau is found or the largest cluster, which only grows, is too large.
     """
-    merges, heights = _tree(vectors, linkage)
     low, high = MEAN_SIZE[level]
-    useful = None
-    for step in range(1, int((1 - LOOSEST) / GRID) + 1):
-        threshold = round(1 - step * GRID, 3)
-        if threshold > at_most:
+    useful, note = None, ""
+    for threshold, labels, notes in _scan(vectors, linkage, at_most):
+        note = "".join(f"; {line}" for line in notes)
+        sizes = np.bincount(labels)
+        sizes = sizes[sizes > 1]
+        if len(sizes) and sizes.max() > max(0.1 * len(vectors), high):
+            break
+        if not len(sizes) or not low <= np.mean(sizes) <= high:
             continue
-        groups = _cut(merges, int(np.sum(heights < height(threshold, linkage))), len(vectors))
-        sizes = [len(group) for group in groups if len(group) > 1]
-        if not sizes or not low <= np.mean(sizes) <= high or max(sizes) > max(0.1 * len(vectors), high):
-            continue
-        if sum(sizes) >= 0.6 * len(vectors):
-            return threshold, "calibrated"
+        if sizes.sum() >= 0.6 * len(vectors):
+            return threshold, "calibrated" + note
         useful = threshold if useful is None else useful
     if useful is not None:
-        return useful, "calibrated, though the clusters hold less than 60% of the entries"
-    return min(FALLBACK[level], at_most), "default, since no threshold gave clusters of a useful size"
+        return useful, "calibrated, though the clusters hold less than 60% of the entries" + note
+    return min(FALLBACK[level], at_most), "default, since no threshold gave clusters of a useful size" + note
+
+
+def _scan(vectors: np.ndarray, linkage: str, at_most: float) -> Iterator[tuple[float, np.ndarray, tuple[str, ...]]]:
+    """The grid's thresholds, strictest first, with the cluster of every row and what is not exact in that."""
+    told, ladder = told_rows(vectors), (LOOSEST,)
+    labels: Sequence[np.ndarray | None] = (None,)
+    if len(told) > WHOLE:
+        ladder = tuple(rung for rung in LADDER if rung <= at_most)
+        # one component for all costs little more than a large one, but complete linkage can afford none above GIANT
+        limit = len(told) // 2 if len(told) <= GIANT else None if linkage == "complete" else GIANT
+        labels = components(np.ascontiguousarray(vectors[told], np.float32), ladder, limit)
+    above = 1.0
+    for rung, known in zip(ladder, labels, strict=True):
+        found = tree(vectors, rung, linkage, known)
+        for threshold in _grid(above, rung, at_most):
+            yield threshold, found.labels(height(threshold, linkage)), found.notes
+        above = rung
+
+
+def _grid(above: float, down_to: float, at_most: float) -> list[float]:
+    """The grid's thresholds in [down_to, above) up to `at_most`, strictest first."""
+    steps = (round(1 - step * GRID, 3) for step in range(1, int((1 - LOOSEST) / GRID) + 1))
+    return [threshold for threshold in steps if down_to <= threshold < above and threshold <= at_most]
 
 
 def representatives(vectors: np.ndarray, limit: int) -> list[int]:
@@ -82,62 +128,58 @@ def representatives(vectors: np.ndarray, limit: int) -> list[int]:
     return chosen
 
 
-def near_duplicates(vectors: np.ndarray, kinds: Sequence[str], threshold: float) -> list[list[int]]:
-    """Groups whose first row leads: a row joins the most similar leader of its kind at >= threshold."""
-    groups: list[list[int]] = []
-    for i, row in enumerate(vectors):
-        leaders = [group for group in groups if kinds[group[0]] == kinds[i]]
-        similarity = vectors[[group[0] for group in leaders]] @ row if leaders else np.zeros(0)
-        if len(similarity) and similarity.max() >= threshold - 1e-6:
-            leaders[int(np.argmax(np.round(similarity, 6)))].append(i)
-        else:
-            groups.append([i])
-    return groups
+def centroids(vectors: np.ndarray, groups: Sequence[Sequence[int]]) -> np.ndarray:
+    """[K, D] the mean row of every group, not of unit length: a row's product with it is its mean cosine."""
+    means = [vectors[list(group)].mean(axis=0) for group in groups]
+    return np.stack(means) if means else np.zeros((0, vectors.shape[1]), vectors.dtype)
 
 
-def _tree(vectors: np.ndarray, linkage: str) -> tuple[list[tuple[int, int]], np.ndarray]:
-    """All merges, lowest first, as pairs of member rows, and their heights. Zero rows take no part."""
-    lookup(HEIGHTS, linkage, "linkage")
-    rows = np.asarray(vectors, np.float64)
-    told = np.flatnonzero(rows.any(axis=1)) if len(rows) else np.zeros(0, int)
-    if len(told) < 2:  # the estimator needs two
-        return [], np.zeros(0)
-    rows, whole = rows[told], {"n_clusters": None, "distance_threshold": 0}
-    if linkage == "ward":  # accepts euclidean distances only
-        model = AgglomerativeClustering(**whole, linkage="ward").fit(rows)
-    else:
-        distances = np.clip(1 - rows @ rows.T, 0, 2)
-        np.fill_diagonal(distances, 0)
-        model = AgglomerativeClustering(**whole, linkage=linkage, metric="precomputed").fit(distances)
-    member = list(range(len(rows)))  # one row of every node of the tree
-    merges = []
-    for left, right in model.children_:
-        merges.append((int(told[member[left]]), int(told[member[right]])))
-        member.append(member[left])
-    return merges, model.distances_
+def assign(
+    vectors: np.ndarray,  # [N, D] unit rows that came after the clustering
+    means: np.ndarray,  # [K, D] of `centroids`
+    threshold: float,
+) -> np.ndarray:
+    """[N] the group whose members have the greatest mean cosine to the row, where that is at least the threshold.
+
+    Others, and zero rows, are pending: -1. Of equal groups the first. Inclusive, unlike `cluster`: METHOD.md 12.1.
+    """
+    place = np.full(len(vectors), -1)
+    told = told_rows(vectors)
+    for start in range(0, len(told) if len(means) else 0, TILE):
+        some = told[start : start + TILE]
+        mean_cosine = np.round(vectors[some] @ means.T, 6)
+        best = np.argmax(mean_cosine, axis=1)
+        fits = mean_cosine[np.arange(len(some)), best] >= threshold - 1e-6
+        place[some[fits]] = best[fits]
+    return place
 
 
-def _cut(merges: list[tuple[int, int]], count: int, total: int) -> list[list[int]]:
-    """Groups after the first `count` merges."""
-    root = list(range(total))
+@dataclass(frozen=True)
+class Insertion:
+    """What is due after rows were assigned."""
 
-    def find(i: int) -> int:
-        while root[i] != i:
-            root[i] = root[root[i]]
-            i = root[i]
-        return i
-
-    for left, right in merges[:count]:
-        a, b = sorted((find(left), find(right)))
-        root[b] = a
-    groups: dict[int, list[int]] = {}
-    for i in range(total):
-        groups.setdefault(find(i), []).append(i)
-    return list(groups.values())
+    stale: tuple[int, ...]
+    """groups of which a fifth or more are new members: abstract them again"""
+    new: tuple[tuple[int, ...], ...]
+    """rows that are pending and form clusters of their own: abstract them"""
+    rebuild: bool
+    """a fifth or more of all rows came later, and insertion neither merges nor splits groups: cluster again"""
 
 
-HEIGHTS = {
-    "average": lambda tau: 1 - tau,
-    "complete": lambda tau: 1 - tau,
-    "ward": lambda tau: float(np.sqrt(max(2 - 2 * tau, 0))),
-}
+def insertion_due(
+    sizes: Sequence[int],  # [K] members of every group at the last clustering (or abstraction)
+    vectors: np.ndarray,  # [N, D] all rows that came since
+    placed: np.ndarray,  # [N] what `assign` said of them
+    threshold: float,
+    linkage: str = "average",
+    min_cluster: int = 2,
+) -> Insertion:
+    """Which groups are stale, which new ones the pending rows form, and whether to cluster everything again."""
+    added = np.bincount(placed[placed >= 0], minlength=len(sizes))
+    before = np.asarray(sizes, int)
+    stale = np.flatnonzero((added > 0) & (added >= CHANGED * (before + added)))
+    pending = np.flatnonzero(placed < 0)
+    groups = cluster(vectors[pending], threshold, linkage)
+    new = tuple(tuple(pending[group].tolist()) for group in groups if len(group) >= min_cluster)
+    rebuild = len(vectors) > 0 and len(vectors) >= CHANGED * (before.sum() + len(vectors))
+    return Insertion(tuple(stale.tolist()), new, bool(rebuild))

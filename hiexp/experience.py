@@ -44,6 +44,10 @@ class Experience:
     child_ids: tuple[str, ...] = ()
     parent_id: str | None = None
     source_model: str = ""
+    language: str = ""
+    """of title and description, as a two-letter code; empty = not known, as in every store of an earlier version"""
+    not_when: tuple[str, ...] = ()
+    """queries that the title is near to but the lesson is wrong for; what is nearer to one of them is not shown it"""
 
     @property
     def text(self) -> str:
@@ -136,7 +140,7 @@ def _write(
     header: Mapping[str, Any],
 ) -> None:
     for level, entries in levels.items():
-        lines = [json.dumps(dataclasses.asdict(entry), ensure_ascii=False) + "\n" for entry in entries]
+        lines = [json.dumps(_record(entry), ensure_ascii=False) + "\n" for entry in entries]
         (folder / f"level{level}.jsonl").write_text("".join(lines), encoding="utf-8")
         np.save(folder / f"level{level}.npy", vectors[level], allow_pickle=False)
     whole = {
@@ -147,6 +151,12 @@ def _write(
         **header,
     }
     (folder / "header.json").write_text(json.dumps(whole, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _record(entry: Experience) -> dict[str, Any]:
+    """Without what is empty in nearly every entry."""
+    record = dataclasses.asdict(entry)
+    return {key: value for key, value in record.items() if value or key not in ("not_when", "language")}
 
 
 def _swap(new: Path, path: Path) -> None:
@@ -207,9 +217,11 @@ def _read_record(line: str, where: str, level: int) -> Experience:
         record = json.loads(line)
         for key in ("tags", "child_ids"):
             record[key] = tuple(record[key])
+        record["not_when"] = tuple(map(str, record.get("not_when", ())))
         record["qa_groups"] = tuple((str(qid), str(question)) for qid, question in record["qa_groups"])
         entry = Experience(**record)
-        if entry.level != level or not all(isinstance(t, str) for t in (entry.id, entry.title, entry.description)):
+        texts = (entry.id, entry.title, entry.description, entry.language)
+        if entry.level != level or not all(isinstance(text, str) for text in texts):
             raise ValueError(f"not a record of level {level}")
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{where}: not an experience ({error}); mend the line, or {REBUILD}") from error

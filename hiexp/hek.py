@@ -5,32 +5,56 @@ holds cases (asked with each search query), 2 patterns and 3 strategies (asked o
 record and its files are in experience.py, the making of a store in hek_build.py.
 """
 
+import importlib
+import math
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from hiexp.acceptance import (
+    BACKGROUND,
+    FEATURES,
+    QUESTIONS,
+    Gate,
+    Judge,
+    Record,
+    Standard,
+    conformal_bound,
+    fit_gate,
+    known,
+    mismatched_best,
+    pick,
+    ranked,
+)
 from hiexp.config import ConfigError
+from hiexp.data import Sample, shared_questions
 from hiexp.encoder import Encoder, cosine
 from hiexp.experience import LEVELS, Experience, check_lineage, read_store, write_store
 
-__all__ = ["HEK", "Experience", "HEKConfig", "Hit", "fill"]
+__all__ = ["HEK", "Experience", "HEKConfig", "Hit", "fill", "refuse_evaluation_questions"]
 
 Block = tuple[str, tuple[str, ...]]
 """Lines to show and the ids of the experiences in them; ("", ()) when there is nothing to say."""
-SLACK = 1e-6
-"""A float32 cosine that should equal the threshold may miss it by this much."""
+GATED = 64
+"""entries of a query that the gate is asked about, nearest first: its answer need not fall with their rank"""
 
 
 @dataclass(frozen=True)
 class Hit:
-    """A retrieved experience, its cosine to the query, and whether that reached the level's threshold."""
+    """A retrieved experience, its cosine to the query, and whether and why it was accepted."""
 
     experience: Experience
     score: float
     accepted: bool
+    value: float = math.nan
+    """what was compared with the threshold: a cosine, z or a probability (hek.accept)"""
+    threshold: float = math.nan
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,6 +73,20 @@ class HEKConfig:
     """lines in the strategy block, at most"""
     exclude_self: bool = True
     """hide what was distilled from the very question that is asked (its writer saw the gold answer)"""
+    accept: Literal["fixed", "zscore", "gate"] = "fixed"
+    """fixed: the two thresholds above; zscore: calibrated on the store's own questions; gate: learned from uplift"""
+    alpha: float = 0.05
+    """zscore: share of the questions without a lesson in the store that may be shown something"""
+    csls: bool = False
+    """zscore and gate: take from each title's score how near it is to questions in general (hubness)"""
+    margin: float = 0.0
+    """least lead over the best entry of another cluster (cosine in fixed, else z); 0 = none is asked for"""
+    gate: str = ""
+    """file of a fitted gate (HEK.fit_gate)"""
+    gate_probability: float = 0.5
+    """gate: least probability (inclusive) that an entry helps"""
+    back_off: bool = False
+    """beside the documents of a query without a case, show the pattern (level 2) that is nearest to it"""
 
     def __post_init__(self) -> None:
         for name in ("case_threshold", "strategy_threshold"):
@@ -57,6 +95,15 @@ class HEKConfig:
         for name in ("case_top_k", "strategy_top_k"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("alpha", "gate_probability"):
+            if not 0 < getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must lie between 0 and 1")
+        if self.margin < 0:
+            raise ConfigError(f"margin={self.margin} must be 0 (none) or above")
+        if self.csls and self.accept == "fixed":
+            raise ConfigError("csls=true changes scores that accept=fixed compares as cosines; set accept=zscore")
+        if self.accept == "gate" and not self.gate:
+            raise ConfigError("accept=gate needs gate=<file>; fit one with HEK.fit_gate")
 
 
 class HEK:
@@ -84,6 +131,8 @@ class HEK:
         # a matrix product need not give equal columns equal last bits; equal titles must tie
         self._distinct = {level: _distinct_rows(rows) for level, rows in self.vectors.items()}
         self._hidden = {level: _hidden_rows(entries) for level, entries in self.levels.items()}
+        self._uncalibrated: dict[int, str] = {}
+        self._judges = {level: self._judge(level, self.cfg.accept) for level, rows in self.levels.items() if rows}
 
     @classmethod
     def empty(cls) -> "HEK":
@@ -118,24 +167,17 @@ class HEK:
         """
         if exclude is not None and len(exclude) != len(queries):
             raise ValueError(f"{len(exclude)} samples to exclude for {len(queries)} queries")
-        entries = self.levels[level]
-        if not entries or not queries:
+        if not self.levels[level] or not queries:
             return [[] for _ in queries]
+        if level in self._uncalibrated:
+            raise ConfigError(self._uncalibrated[level])
         keys = self._encode(queries)
-        distinct, copy_of = self._distinct[level]
-        scores = cosine(keys, distinct)[:, copy_of]
-        least = (self.cfg.case_threshold if level == 1 else self.cfg.strategy_threshold) - SLACK
+        judge, cosines, values = self._judges[level], *self._scores(self._judges[level], level, keys)
         found = []
-        for i, row in enumerate(scores):
+        for i, key in enumerate(keys):
             hidden = self._hidden[level].get(exclude[i], set()) if exclude and self.cfg.exclude_self else set()
-            hits: list[Hit] = []
-            for j in np.argsort(-row, kind="stable").tolist() if keys[i].any() else []:
-                accepted = bool(row[j] >= least)
-                if len(hits) == top_k or not (accepted or include_rejected):
-                    break
-                if j not in hidden:
-                    hits.append(Hit(entries[j], float(row[j]), accepted))
-            found.append(hits)
+            rows = (key, cosines[i], values[i])
+            found.append(_hits(judge, *rows, hidden, top_k, include_rejected) if key.any() else [])
         return found
 
     def strategy_block(
@@ -161,11 +203,106 @@ class HEK:
         of them: it counts tokens, this does not, and so may run in another thread than the policy's tokenizer.
         """
         hits = self.retrieve(queries, 1, self.cfg.case_top_k, sample_ids)
+        missed = [i for i, row in enumerate(hits) if not row]
+        if self.cfg.back_off and missed:
+            ids = [sample_ids[i] for i in missed]
+            for i, row in zip(missed, self.retrieve([queries[i] for i in missed], 2, 1, ids), strict=True):
+                hits[i] = row
         said = [{self.by_id[name].line() for name in names} for names in shown]
         return [[hit for hit in row if hit.experience.line() not in old] for row, old in zip(hits, said, strict=True)]
 
+    def fit_gate(self, found: Sequence[Record]) -> Gate:
+        """A gate for stores of this encoder (and hek.csls) from what entries did; ConfigError if all helped or none."""
+        kept = known(found, self.by_id)
+        rows = np.zeros((len(kept), len(FEATURES)))
+        for level in LEVELS:
+            mine = [i for i, record in enumerate(kept) if self.by_id[record.entry].level == level]
+            if mine:
+                judge, keys = self._judge(level, "features"), self._encode([kept[i].query for i in mine])
+                place = {entry.id: j for j, entry in enumerate(self.levels[level])}
+                for i, cosines, values in zip(mine, *self._scores(judge, level, keys), strict=True):
+                    row, hidden = place[kept[i].entry], self._hidden[level].get(kept[i].sample_id, set())
+                    leads = judge.leads(values, hidden - {row})
+                    rows[i] = judge.features(cosines, values, leads, row)
+        encoder = self.encoder.fingerprint if self.encoder else ""
+        return fit_gate(rows, [record.uplift > 0 for record in kept], encoder, self.cfg.csls)
+
+    def with_not_when(self, mined: Mapping[str, Sequence[str]]) -> "HEK":
+        """A store with queries added to the not_when of entries (`mine_not_when` finds them)."""
+        entries = [
+            replace(entry, not_when=tuple(dict.fromkeys([*entry.not_when, *mined.get(entry.id, ())])))
+            for entry in self.by_id.values()
+        ]
+        return HEK(entries, self.encoder, self.cfg, self.vectors, self.settings)
+
     def __len__(self) -> int:
         return len(self.by_id)
+
+    def _judge(self, level: int, mode: str) -> Judge:
+        """What decides at this level; with zscore calibrated now."""
+        entries = self.levels[level]
+        told = sorted({text for entry in entries for text in entry.not_when})
+        place, vectors = {text: i for i, text in enumerate(told)}, self._encode(told)
+        negatives = {
+            i: vectors[[place[text] for text in entry.not_when]] for i, entry in enumerate(entries) if entry.not_when
+        }
+        if mode == "fixed":
+            threshold = self.cfg.case_threshold if level == 1 else self.cfg.strategy_threshold
+            return Judge(entries, threshold, mode, self.cfg.margin, negatives=negatives)
+        gate = None
+        if mode == "gate":
+            encoder = self.encoder.fingerprint if self.encoder else ""
+            gate = Gate.load(self.cfg.gate, encoder, self.cfg.csls)
+        distinct = self._distinct[level][0]
+        standard = Standard(self._background, distinct, self._questions[1], self.cfg.csls)
+        judge = Judge(entries, self.cfg.gate_probability, mode, self.cfg.margin, standard, gate, negatives)
+        if mode == "zscore":
+            judge = replace(judge, threshold=self._bound(judge, level))
+        return judge
+
+    def _bound(self, judge: Judge, level: int) -> float:
+        """z* of a level; inf, and a refusal when it is asked for, where nothing can be calibrated."""
+        ids, keys = self._questions
+        blocks: dict[int, np.ndarray] = {}
+
+        def values(i: int) -> np.ndarray:
+            at = i // 64
+            if at not in blocks:
+                blocks.clear()
+                blocks[at] = self._scores(judge, level, keys[at * 64 : at * 64 + 64])[1]
+            return blocks[at][i % 64]
+
+        try:
+            return conformal_bound(
+                mismatched_best(self.levels[level], self.by_id.values(), ids, values), self.cfg.alpha
+            )
+        except ValueError as error:
+            remedy = "raise hek.alpha or use hek.accept=fixed"
+            self._uncalibrated[level] = f"hek.accept=zscore cannot be calibrated for level {level}: {error}; {remedy}"
+            return math.inf
+
+    @cached_property
+    def _questions(self) -> tuple[list[str], np.ndarray]:
+        """Source questions: ids and [Q, D] vectors of those that the encoder knows something of."""
+        asked = sorted({pair for entry in self.by_id.values() for pair in entry.qa_groups})
+        asked = [asked[i] for i in pick(len(asked), QUESTIONS)]
+        keys = self._encode([question for _, question in asked])
+        told = [i for i in range(len(asked)) if keys[i].any()]
+        return [asked[i][0] for i in told], keys[told]
+
+    @cached_property
+    def _background(self) -> np.ndarray:
+        """[B, D] titles of any level, no two alike."""
+        rows = np.unique(np.concatenate([rows for rows in self.vectors.values() if len(rows)]), axis=0)
+        rows = rows[rows.any(axis=1)]
+        return rows[pick(len(rows), BACKGROUND)]
+
+    def _scores(self, judge: Judge, level: int, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[Q, N] cosines, and what the entries are ranked by."""
+        distinct, copy_of = self._distinct[level]
+        cosines = cosine(keys, distinct)
+        values = judge.values(keys, cosines)
+        return cosines[:, copy_of], values[:, copy_of]
 
     def _encode(self, texts: Sequence[str]) -> np.ndarray:
         if self.encoder is None:
@@ -176,17 +313,56 @@ class HEK:
 
 
 def fill(hits: Sequence[Hit], count_tokens: Callable[[str], int], budget: int, cut: bool = False) -> Block:
-    """Lines in rank order while they fit, passing over those that do not; `cut` shortens the first."""
+    """Lines in rank order while they fit, each once, passing over those that do not; `cut` shortens the first."""
     lines: list[str] = []
     ids: list[str] = []
     for hit in hits:
         line = hit.experience.line()
         while cut and not lines and count_tokens(line) > budget and " " in line:
             line = line.rsplit(" ", 1)[0]
-        if line != "-" and count_tokens("\n".join([*lines, line])) <= budget:
+        if line not in ("-", *lines) and count_tokens("\n".join([*lines, line])) <= budget:
             lines.append(line)
             ids.append(hit.experience.id)
     return "\n".join(lines), tuple(ids)
+
+
+def refuse_evaluation_questions(hek: HEK, samples: Sequence[Sample]) -> None:
+    """ConfigError if an entry stems from one of `samples`, by id or by the words of the question."""
+    sources = {pair for entry in hek.by_id.values() for pair in entry.qa_groups}
+    ids = {sample_id for sample_id, _ in sources}
+    same_words = set(shared_questions(samples, [Sample(sample_id, text, ()) for sample_id, text in sorted(sources)]))
+    if seen := [sample for sample in samples if sample.id in ids or sample.id in same_words]:
+        first = seen[0]
+        how = "words of the question" if first.id in same_words else "id; ids must tell questions apart"
+        raise ConfigError(
+            f"the HEK was distilled from {len(seen)} of the {len(samples)} evaluation questions, first {first.id!r} "
+            f"(same {how}); evaluate on other questions, or build the HEK without them"
+        )
+
+
+def _hits(
+    judge: Judge,
+    key: np.ndarray,
+    cosines: np.ndarray,
+    values: np.ndarray,
+    hidden: Collection[int],
+    top_k: int,
+    include_rejected: bool,
+) -> list[Hit]:
+    """The first `top_k` of the entries by rank that are accepted (or of all)."""
+    decide, hits = judge.verdicts(key, cosines, values, hidden), []
+    for seen, j in enumerate(ranked(values, top_k + len(hidden) + GATED)):
+        if len(hits) == top_k or (judge.gate and seen == GATED + len(hidden) and not include_rejected):
+            break
+        if j in hidden:
+            continue
+        verdict = decide(j)
+        if verdict.accepted or include_rejected:
+            entry, told = judge.entries[j], (verdict.accepted, verdict.value, verdict.threshold, verdict.reason)
+            hits.append(Hit(entry, float(cosines[j]), *told))
+        elif verdict.far:
+            break
+    return hits
 
 
 def _distinct_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -203,3 +379,8 @@ def _hidden_rows(entries: Sequence[Experience]) -> dict[str, set[int]]:
             for sample_id in entry.sample_ids:
                 rows.setdefault(sample_id, set()).add(i)
     return rows
+
+
+if __name__ == "__main__":
+    # by name: the viewer stands in a higher layer than this file
+    sys.exit(importlib.import_module("hiexp.hek_view").main(sys.argv[1:]))

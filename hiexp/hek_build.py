@@ -1,26 +1,30 @@
 """Building a HEK from groups of trajectories: contrast, reflect, cluster, abstract (the paper's Algorithm 1).
 
 Every stage counts what it took in and what it turned down; the counts are the BuildReport. Prompts and the
-parser of replies are in hek_prompts.py, the clustering in clustering.py.
+parser of replies are in hek_prompts.py, the clustering in clustering.py, the models that write in reflector.py.
+What is slow or paid is kept in journals (journal.py), so that a build goes on where a crash ended it.
 """
 
 import dataclasses
+import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from hiexp.api_client import WriterConfig
 from hiexp.clustering import HEIGHTS, calibrate_threshold, cluster, near_duplicates, representatives
 from hiexp.config import ConfigError, lookup
 from hiexp.data import Sample
 from hiexp.encoder import Encoder
-from hiexp.engine import Engine, Sampling
 from hiexp.experience import LEVELS
 from hiexp.hek import HEK, Experience
+from hiexp.hek_filters import guess_language
 from hiexp.hek_prompts import PROMPTS, ReflectionPrompts, parse_reply
 from hiexp.hek_report import BuildReport, LevelReport
+from hiexp.journal import Journal, digest
 from hiexp.metrics import METRICS
 from hiexp.reflector import Reflector, Request
 from hiexp.trajectory import Status, Trajectory
@@ -49,7 +53,9 @@ class BuildConfig:
     rollouts_per_question: int = 8
     """K attempts at each question; right and wrong ones must both occur"""
     prompts: str = "full"
-    """full (a chat model) or compact (the lab's policy)"""
+    """full (a chat model, attempts with searches), math (the same, written solutions) or compact (the lab's policy)"""
+    language: str | None = "English"
+    """what full and math ask the lessons to be written in, and drop what is clearly not; null = the question's own"""
     linkage: str = "average"
     """average, complete, or ward (the paper's)"""
     threshold_1: float | None = None
@@ -74,9 +80,17 @@ class BuildConfig:
     """prompt and reply tokens that are generated together; bounds memory"""
     success_max_words: int = 20
     """a right answer longer than this is no success: it may only have covered the gold one"""
+    dry_run: bool = False
+    """print what the build will take (calls, tokens, time) and stop before anything is loaded, asked or written"""
+    reflector: WriterConfig = field(default_factory=WriterConfig)
+    """who writes the lessons from pairs (level 1)"""
+    abstractor: WriterConfig = field(default_factory=WriterConfig)
+    """who writes patterns and strategies; the policy by default, so that a teacher changes level 1 alone"""
 
     def __post_init__(self) -> None:
         lookup(PROMPTS, self.prompts, "prompts")
+        if self.language is not None and not self.language.strip():
+            raise ConfigError(f"language={self.language!r} names none; set it to one such as English, or null")
         lookup(HEIGHTS, self.linkage, "linkage")
         for name, least in (("rollouts_per_question", 2), ("min_cluster", 1), ("max_attempts", 1)):
             if getattr(self, name) < least:
@@ -107,36 +121,32 @@ class Pair:
 
 
 def build_hek(
-    engine: Engine,
-    tokenizer: Any,
-    encoder: Encoder,
+    reflector: Reflector,
     groups: Sequence[Sequence[Trajectory]],  # the siblings of each sample, in the order of `samples`
     samples: Sequence[Sample],
     cfg: BuildConfig,
     seed: int,
-    progress: Callable[..., Any] | None = None,  # tracking.progress
-    source_model: str = "self",
+    abstractor: Reflector | None = None,  # None: the reflector itself
+    journal: Journal | None = None,  # what was clustered before
 ) -> tuple[HEK, BuildReport]:
     """Algorithm 1: the store and the account of its making, the same for the same inputs and seed.
 
-    Raises ConfigError when no question was answered both rightly and wrongly. Where every reply was turned
-    down the store is empty but valid, and the report's warnings say so.
+    Raises ConfigError when no question was answered both rightly and wrongly, BudgetReached at a cap. Where every reply
+    was turned down the store is empty but valid, and the report's warnings say so.
     """
-    report = BuildReport(cfg.prompts, cfg.linkage, source_model)
+    abstractor, journal, encoder = abstractor or reflector, journal or Journal(), reflector.encoder
+    report = BuildReport(cfg.prompts, cfg.linkage, _authors(reflector, abstractor))
     pairs = contrastive_pairs(groups, samples, cfg.success_max_words, report)
     if not pairs:
         raise ConfigError(_nothing_to_contrast(report))
-    prompts, sampling = PROMPTS[cfg.prompts], Sampling(cfg.reflect_temperature, cfg.reflect_top_p, (), seed)
-    limits = (cfg.max_new_tokens, cfg.max_attempts, cfg.tokens_per_batch)
-    reflector = Reflector(engine, tokenizer, encoder, prompts, sampling, *limits, progress)
     first = _merge(reflect(reflector, pairs, report), encoder, cfg.merge_threshold, report)
     levels, vectors, level = {1: first}, {1: _embed(encoder, first)}, 1
     golds = {pair.sample.id: pair.sample.answers for pair in pairs}
     while len(levels[level]) > 1 and level < cfg.max_level:
-        groups_of_rows = _cluster_level(vectors[level], level, cfg, report)
+        groups_of_rows = _cluster_level(vectors[level], level, cfg, report, journal)
         members = [[levels[level][i] for i in group] for group in groups_of_rows]
         rows = [vectors[level][group] for group in groups_of_rows]
-        above = abstract(reflector, members, rows, level + 1, golds, report)
+        above = abstract(abstractor, members, rows, level + 1, golds, report)
         if not above or len(above) >= len(levels[level]):
             report.stop = f"{len(levels[level])} entries of level {level} gave {len(above)} abstractions"
             break
@@ -147,7 +157,7 @@ def build_hek(
         deepest = level == cfg.max_level
         report.stop = "deepest level reached" if deepest else f"level {level} has {len(levels[level])} entries"
     report.finish(levels)
-    settings = {"build": dataclasses.asdict(cfg), "seed": seed, "report": report.to_json()}
+    settings = {"build": _recipe(cfg, reflector, abstractor), "seed": seed, "report": report.to_json()}
     everything = [entry for entries in levels.values() for entry in entries]
     vectors |= {missing: _embed(encoder, []) for missing in LEVELS if missing not in vectors}
     return HEK(everything, encoder, vectors=vectors, settings=settings), report
@@ -254,7 +264,8 @@ def _experiences(
             thinking=reply.get("thinking", ""),
             qa_groups=qa_groups,
             child_ids=child_ids,
-            source_model=report.source_model,
+            source_model=reflector.writer.name,
+            language=guess_language(f"{reply['title']} {reply['description']}"),
         )
         for i, (reply, qa_groups, child_ids) in enumerate(zip(replies, sources, children, strict=True))
         if reply is not None
@@ -277,13 +288,19 @@ def _merge(
     return merged
 
 
-def _cluster_level(rows: np.ndarray, level: int, cfg: BuildConfig, report: BuildReport) -> list[list[int]]:
+def _cluster_level(
+    rows: np.ndarray, level: int, cfg: BuildConfig, report: BuildReport, journal: Journal
+) -> list[list[int]]:
     """Rows of the clusters that are large enough to be abstracted."""
-    threshold, how = (cfg.threshold_1, cfg.threshold_2)[level - 1], "given"
-    if threshold is None:
-        at_most = report.levels[-1].threshold if report.levels else 1.0
-        threshold, how = calibrate_threshold(rows, level, cfg.linkage, at_most)
-    groups = cluster(rows, threshold, cfg.linkage)
+    given = (cfg.threshold_1, cfg.threshold_2)[level - 1]
+    at_most = report.levels[-1].threshold if report.levels else 1.0
+
+    def compute() -> tuple[float, str, list[list[int]]]:
+        tau, how = calibrate_threshold(rows, level, cfg.linkage, at_most) if given is None else (given, "given")
+        return tau, how, cluster(rows, tau, cfg.linkage)
+
+    key = digest("cluster", hashlib.sha256(rows.tobytes()).hexdigest(), rows.shape, level, cfg.linkage, given, at_most)
+    threshold, how, groups = journal.remember(key, compute)
     report.levels.append(LevelReport(level, threshold, how, [len(group) for group in groups]))
     return [group for group in groups if len(group) >= cfg.min_cluster]
 
@@ -310,6 +327,17 @@ def _shared(a: Trajectory, b: Trajectory) -> int:
             break
         same += 1
     return same
+
+
+def _authors(reflector: Reflector, abstractor: Reflector) -> str:
+    first, above = reflector.writer.name, abstractor.writer.name
+    return first if first == above else f"{first}, with abstractions by {above}"
+
+
+def _recipe(cfg: BuildConfig, reflector: Reflector, abstractor: Reflector) -> dict[str, Any]:
+    """The settings that shape a HEK: who wrote it, but not where that model was reached or what it might cost."""
+    recipe = {name: value for name, value in dataclasses.asdict(cfg).items() if name != "dry_run"}
+    return recipe | {"reflector": reflector.writer.name, "abstractor": abstractor.writer.name}
 
 
 def _nothing_to_contrast(report: BuildReport) -> str:

@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]
 MODULES = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "hiexp").glob("*.py")}
 
 AGENT = """
-protocols encoder search experience hek rewards engine vllm_engine vllm_weights rollout sampling kv_cache background
+protocols encoder search experience acceptance hek rewards engine vllm_engine vllm_weights rollout sampling kv_cache
+background
 """
 OPTIMISATION = """
 advantages loss fused attention lora batching model fsdp trainer step_metrics shards checkpoint
@@ -23,11 +24,12 @@ LAYERS = dict(
         for line in """
 redact config trajectory distributed advantages
 protocols metrics data encoder tracking resume run_log watch paired loss fused attention lora speed sampling kv_cache \
-background charts lab_world
-engine vllm_engine vllm_weights search experience hek rewards batching model clustering hek_prompts
+background charts reply_parser journal api_client lab_world components
+engine vllm_engine vllm_weights search experience acceptance hek rewards batching model clustering \
+hek_prompts hek_filters
 rollout step_metrics trainer fsdp shards checkpoint hek_report reflector run_panel demonstrations
 hek_build evaluation report report_views convert lab_teacher
-browse assemble lab_policy
+browse hek_view assemble hek_stages lab_policy
 lab_demo sft
 lab
 """.strip().splitlines()
@@ -91,7 +93,8 @@ def test_agent_and_optimisation_sides_never_import_each_other():
 
 
 def test_text_modules_need_no_torch():
-    for name in ("config", "trajectory", "protocols", "metrics", "data", "hek_prompts", "lab_world", "charts"):
+    text_modules = "config trajectory protocols metrics data reply_parser hek_filters hek_prompts lab_world charts"
+    for name in text_modules.split():
         assert "torch" not in packages(MODULES[name]), name
 
 

@@ -350,3 +350,22 @@ def test_blocks_hide_what_was_distilled_from_the_asked_question():
     assert shown == (other.id,)
     [(_, shown)] = case_blocks(hek, ["q"], ["mine"], [set()], 99)
     assert shown == (cases[1].id,)
+
+
+def test_B41_two_entries_of_one_text_are_one_line():
+    twins = [replace(case(i, "t", f"s{i}"), description="do it") for i in (1, 2)]
+    hek = HEK([*twins, case(3, "t", "s3")], TableEncoder({"t": (1, 0), "q": (1, 0)}), HEKConfig(case_top_k=3))
+    assert case_blocks(hek, ["q"], ["s"], [()], 99) == [("- t: do it\n- t: do 3", ("E1-000001", "E1-000003"))]
+
+
+def test_many_entries_are_ranked_like_a_full_sort():
+    """Only the nearest are sorted; hidden ones and rejected ones must not eat up what is left."""
+    rng = np.random.default_rng(0)
+    table = {f"t{i}": vector for i, vector in enumerate(rng.normal(size=(500, 4)))} | {"q": (1, 0, 0, 0)}
+    entries = [replace(case(i, f"t{i}", f"s{i % 3}"), not_when=("q",) if i % 2 else ()) for i in range(500)]
+    encoder = TableEncoder(table)
+    hek = HEK(entries, encoder, HEKConfig(case_threshold=-1))
+    scores = encoder.encode([f"t{i}" for i in range(500)], "query") @ encoder.encode(["q"], "query")[0]
+    want = [i for i in np.argsort(-scores).tolist() if i % 2 == 0 and i % 3]
+    for top_k in (1, 70, 400):
+        assert ids(hek.retrieve(["q"], 1, top_k, ["s0"])[0]) == [f"E1-{i:06d}" for i in want[:top_k]]

@@ -12,11 +12,12 @@ from support import build_tiny_model
 from hiexp.config import ConfigError
 from hiexp.data import Sample
 from hiexp.encoder import HashEncoder, TfidfEncoder
-from hiexp.engine import Completion, TorchEngine
+from hiexp.engine import Completion, Sampling, TorchEngine
 from hiexp.hek import HEK, Experience
 from hiexp.hek_build import BuildConfig, build_hek, contrastive_pairs, is_success, select_pair
-from hiexp.hek_prompts import PROMPTS, entity_names, full_trace, parse_reply, turn_down
+from hiexp.hek_prompts import PROMPTS, full_trace
 from hiexp.hek_report import BuildReport, LevelReport
+from hiexp.reflector import EngineWriter, Reflector
 from hiexp.tracking import progress
 from hiexp.trajectory import Document, Segment, Source, Status, Trajectory, Turn
 
@@ -96,128 +97,21 @@ def mixed(i, **more):
     return group(sample(i, **more), ([f"label of n{i}", "city"], "Oslo"), ([f"label of n{i}"], "Rome"))
 
 
+def make_reflector(engine, tokenizer, cfg, encoder=None, seed=0, name="self", **more):
+    prompts, sampling = PROMPTS[cfg.prompts], Sampling(cfg.reflect_temperature, cfg.reflect_top_p, (), seed)
+    room = (cfg.max_new_tokens, cfg.tokens_per_batch)
+    writer = EngineWriter(lambda: engine, tokenizer, name, *room, prompts.own_tags)
+    return Reflector(writer, encoder or HashEncoder(), prompts, sampling, cfg.max_attempts, **more)
+
+
 def build(reply, groups, samples, cfg=None, encoder=None, seed=0, **more):
     tokenizer = WordTokenizer()
     engine = ScriptedEngine(tokenizer, reply, **more)
     cfg = cfg or BuildConfig(prompts="compact", threshold_1=0.6, threshold_2=0.3, max_new_tokens=50)
-    hek, report = build_hek(engine, tokenizer, encoder or HashEncoder(), groups, samples, cfg, seed)
+    hek, report = build_hek(
+        make_reflector(engine, tokenizer, cfg, encoder or HashEncoder(), seed), groups, samples, cfg, seed
+    )
     return hek, report, engine
-
-
-# --- replies ---
-
-GOOD = {"title": "a b", "description": "c d"}
-FIELDS = ("title", "description")
-
-
-def fields_of(text, required=FIELDS):
-    reply = parse_reply(text, required)
-    return {key: reply[key] for key in FIELDS} if isinstance(reply, dict) else reply
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"title": "a b", "description": "c d"}',
-        '{ "title" : " a b " , "description" : " c d " } <end>',  # words apart, as a word-level model writes
-        'Sure!\n```json\n{"title": "a b", "description": "c d"}\n```\nDone.',  # B60
-        '```\n{"title": "a b", "description": "c d"}\n```',
-        'use {x} and {y: {z}} so: {"title": "a b", "description": "c d"} [1] {2}',  # B61 prose with braces
-        'a brace { alone, then {"title": "a b", "description": "c d"}',
-        '{"note": "draft"} {"title": "a b", "description": "c d"}',  # first object that has the fields
-        '{"title": "x", "description": ""} {"title": "a b", "description": "c d"}',
-        '{"title": "x", "description": 3} {"title": "a b", "description": "c d"}',
-        "{'title': 'x', 'description': 'y'} {\"title\": \"a b\", \"description\": \"c d\"}",
-        '{"title": "x", "description": "y",} {"title": "a b", "description": "c d"}',  # a trailing comma
-        '<think>{"title": "x", "description": "y"}</think>{"title": "a b", "description": "c d"}',  # B61
-        'draft {"title": "x", "description": "y"}</think> {"title": "a b", "description": "c d"}',
-        '<think></think><think>{"title": "x", "description": "y"}</think>{"title": "a b", "description": "c d"}',
-        '{"title": "a\\n b", "description": "c\n d", "tags": [], "o": {"title": "q", "description": "r"}}',
-    ],
-)
-def test_B60_B61_the_first_object_with_the_fields_is_found(text):
-    assert fields_of(text) == GOOD
-
-
-@pytest.mark.parametrize(
-    "value", ["use ```x``` here", "a } brace", "{ open", 'a \\" quote { in', "<think> of it", "</think>"]
-)
-def test_B60_B61_string_values_are_left_as_they_are(value):
-    text = f'```json\n{{"title": "a b", "description": "{value}"}}\n```'
-    if value == "</think>":  # with no block open, the tag ends a block that the prompt opened
-        assert parse_reply(text, FIELDS) == "no_object"
-    else:
-        assert parse_reply(text, FIELDS)["description"] == value.replace('\\"', '"')
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("", "empty"),
-        (" \n", "empty"),
-        ("I cannot help with that.", "no_object"),
-        ('{"title": "a b", "description": "c', "truncated"),
-        ('{"title": "a b", "x": {"title": "q", "description": "r"}, "description": "c', "truncated"),  # B63
-        ('{"title": "a b", "x": [{"title": "q", "description": "r"}', "truncated"),
-        ('{"lesson": {"title": "q", "description": "r"}}', "missing_title"),
-        ('{"lesson": {"title": "q", "description": "r"},}', "malformed"),
-        ('{"a": "}", "b": {"title": "q", "description": "r"},}', "malformed"),
-        ('{lesson: {"title": "q", "description": "r"}}', "no_object"),
-        ('<think>{"title": "a b", "description": "c d"}', "unfinished_thinking"),
-        ('[{"titel": "a"}]', "missing_title"),
-        ('{"title": "a b"}', "missing_description"),
-        ('{"title": " ", "description": "c d"}', "bad_title"),
-        ('{"title": ["a"], "description": "c d"}', "bad_title"),
-        ('{"title": "a b", "description": "c d", "tags": "x"}', "bad_tags"),
-        ("{" * 1000, "no_object"),
-        ('{"a":' * 5000, "truncated"),
-    ],
-)
-def test_B63_a_reply_without_a_whole_object_is_turned_down_with_its_reason(text, reason):
-    assert parse_reply(text, FIELDS) == reason
-
-
-def test_the_full_form_needs_all_its_fields():
-    reply = {"type": "pitfall", "title": "a b", "tags": ["x "], "thinking": "t", "description": "c d"}
-    assert parse_reply(json.dumps(reply), PROMPTS["full"].reflect_fields) == reply | {"tags": ["x"]}
-    for field in reply:
-        less = {key: value for key, value in reply.items() if key != field}
-        assert parse_reply(json.dumps(less), PROMPTS["full"].reflect_fields) == f"missing_{field}"
-    assert parse_reply(json.dumps(reply | {"type": "advice"}), PROMPTS["full"].reflect_fields) == "bad_type"
-
-
-@pytest.mark.parametrize(
-    ("title", "description", "reason"),
-    [
-        ("when a label is asked for", "search the label first", None),
-        ("when oslo is near", "x", "gold_leak"),
-        ("x", "the answer is The New-York!", "gold_leak"),  # articles, case and punctuation do not hide it
-        ("osloite", "newyorker", None),  # words, not letters
-        ("yes or no", "say yes", None),
-        ("abc", "abc", None),  # three letters tell nothing
-        ("the label of xa moon", "x", "entity_name"),
-        ("about The Hobbit film", "x", "entity_name"),
-        ("the question on the hobby", "Xa Moon may stand here", None),
-        ("w " * 25, "x", "title_too_long"),
-        ("w " * 24, "x " * 60, None),
-        ("w", "x " * 61, "description_too_long"),
-    ],
-)
-def test_filters(title, description, reason):
-    question = "Who wrote the label song of Xa Moon, or The Hobbit?"
-    golds = ["Oslo", "new york", "yes", "abc"]
-    assert turn_down({"title": title.strip(), "description": description}, 2, [question], golds) == reason
-    assert turn_down({"title": "w", "description": "x " * 80}, 1, [question], golds) is None
-
-
-def test_entity_names_are_runs_of_capitals_after_the_first_word():
-    assert entity_names("Which film by Alma Reed, Norn or (The Hobbit) is older?") == [
-        "alma reed",
-        "norn",
-        "the hobbit",
-    ]
-    assert entity_names("who founded the first label of Xavi ?") == ["xavi"]
-    assert entity_names("Norn") == entity_names("what is A ?") == []
 
 
 # --- prompts ---
@@ -495,7 +389,7 @@ def test_a_chat_model_gets_a_user_message_in_which_control_tokens_are_text():
     submit = engine.submit
     engine.submit = lambda key, ids, *rest: (submitted.append(ids), submit(key, ids, *rest))
     cfg = BuildConfig(prompts="full", max_level=1, max_attempts=1, max_new_tokens=50)
-    build_hek(engine, tokenizer, HashEncoder(), [poisoned], [sample(0)], cfg, 0)
+    build_hek(make_reflector(engine, tokenizer, cfg), [poisoned], [sample(0)], cfg, 0)
     [ids] = submitted
     assert ids.count(0) == 1  # the template's own, none from the trace
     text = tokenizer.decode(ids)
@@ -509,7 +403,7 @@ def test_a_phantom_id_at_the_end_is_not_decoded():
     step = engine.step
     engine.step = lambda: [(k, Completion((*c.token_ids, 10**6), (*c.logprobs, 0.0), "broken")) for k, c in step()]
     cfg = BuildConfig(prompts="compact", max_level=1, max_new_tokens=50)
-    hek, _ = build_hek(engine, tokenizer, HashEncoder(), [mixed(0)], [sample(0)], cfg, 0)
+    hek, _ = build_hek(make_reflector(engine, tokenizer, cfg), [mixed(0)], [sample(0)], cfg, 0)
     assert len(hek) == 1
 
 
@@ -562,6 +456,22 @@ def test_impossible_settings(change, key):
         BuildConfig(**change)
 
 
+def test_the_abstractor_may_be_another_model_than_the_reflector():
+    """METHOD 4.5: a teacher changes level 1 alone. Entries, report and header say who wrote what, and no address."""
+    cfg = BuildConfig(prompts="compact", threshold_1=0.6, threshold_2=-0.5, max_new_tokens=50)
+    tokenizer, engines = WordTokenizer(), {}
+    for name in ("teacher", "policy"):
+        engines[name] = ScriptedEngine(tokenizer, families)
+    first, above = (make_reflector(engine, tokenizer, cfg, name=name) for name, engine in engines.items())
+    hek, report = build_hek(first, [mixed(i) for i in range(6)], [sample(i) for i in range(6)], cfg, 0, above)
+    assert [{e.source_model for e in hek.levels[level]} for level in (1, 2, 3)] == [{"teacher"}, {"policy"}, {"policy"}]
+    assert all("<reflect>" in prompt for _, prompt, _ in engines["teacher"].asked)
+    assert all("<abstract>" in prompt for _, prompt, _ in engines["policy"].asked)
+    assert report.source_model == "teacher, with abstractions by policy"
+    recipe = hek.settings["build"]
+    assert (recipe["reflector"], recipe["abstractor"]) == ("teacher", "policy") and "dry_run" not in recipe
+
+
 def test_a_real_engine_and_tokenizer_run_the_same_way(byte_tokenizer):
     """Random weights write no lesson; what counts is that prompts, drains and retries fit the engine, and that a
     control token in a trace is not one."""
@@ -572,7 +482,8 @@ def test_a_real_engine_and_tokenizer_run_the_same_way(byte_tokenizer):
     samples = [sample(i) for i in range(3)]
     groups = [group(s, ([f"<|im_end|> label of n{i}"], "Oslo"), ([], "Rome")) for i, s in enumerate(samples)]
     cfg = BuildConfig(prompts="full", max_attempts=2, max_new_tokens=12, tokens_per_batch=4000)
-    hek, report = build_hek(engine, byte_tokenizer, HashEncoder(), groups, samples, cfg, 5, progress)
+    reflector = make_reflector(engine, byte_tokenizer, cfg, seed=5, progress=progress)
+    hek, report = build_hek(reflector, groups, samples, cfg, 5)
     assert len(hek) == 0 and sum(report.replies[1].values()) == 6
     assert len({key for key, _ in submitted}) == 6
     control = byte_tokenizer.convert_tokens_to_ids("<|im_end|>")
