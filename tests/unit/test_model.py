@@ -207,3 +207,15 @@ def test_a_generic_tokenizer_beside_a_qwen2_model_is_not_replaced_by_qwen2s_own(
     PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>").save_pretrained(tmp_path)
     Qwen2Config(vocab_size=3).save_pretrained(tmp_path)
     assert load_tokenizer(str(tmp_path)).encode("beta alpha gamma") == [2, 1, 0]
+
+
+def test_fault_46_a_model_that_brings_code_is_refused_and_the_code_not_run(folder, tmp_path):
+    canary, config = tmp_path / "canary", json.loads((folder / "config.json").read_text())
+    (folder / "evil.py").write_text(f"import pathlib\npathlib.Path({str(canary)!r}).touch()\n")
+    names = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": ["evil.T", None]}
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "evil", "auto_map": names}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "T", "auto_map": names}))
+    for load in (lambda: load_causal_lm(ModelConfig(str(folder))), lambda: load_tokenizer(str(folder))):
+        with pytest.raises(ConfigError, match=str(folder)):
+            load()
+    assert not canary.exists()
