@@ -272,9 +272,12 @@ def test_a_sequence_beyond_the_limit_costs_a_fourth_product_and_never_more_rows_
     assert sum(products.forward) == 35 + 30
 
 
-@pytest.mark.parametrize(("lengths", "wanted"), [([4, 4, 1], [8, 1]), ([4, 5, 3], [4, 8]), ([8, 8], [8, 8])])
-def test_chunks_of_whole_sequences_are_filled_to_the_limit_and_not_beyond(lengths, wanted):
-    products = count(Case(LossConfig("gspo", kl_coef=0.1), lengths=lengths), chunk=8 // SEQUENCE_CHUNKS)
+@pytest.mark.parametrize(
+    ("lengths", "wanted"),
+    [([4, 4, 1], [8, 1]), ([4, 5, 3], [4, 8]), ([8, 8], [8, 8]), ([2, 9, 1, 1], [2, 9, 2])],
+)
+def test_chunks_of_whole_sequences_are_filled_and_only_a_single_one_may_be_longer(lengths, wanted):
+    products = count(Case(LossConfig("gspo", kl_coef=0.1), lengths=lengths), chunk=8)
     assert products.forward == products.by_hidden == products.by_weight == wanted
 
 

@@ -15,6 +15,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from hiexp.batching import Batch, Layout, Row, micro_batches
 from hiexp.config import ConfigError
+from hiexp.distributed import Context
+from hiexp.fsdp import ShardConfig, load_sharded
 from hiexp.model import ModelConfig, frozen_copy, full_parameters, kept_logprobs, load_causal_lm, load_tokenizer
 
 
@@ -219,3 +221,15 @@ def test_fault_46_a_model_that_brings_code_is_refused_and_the_code_not_run(folde
         with pytest.raises(ConfigError, match=str(folder)):
             load()
     assert not canary.exists()
+
+
+def test_every_attention_that_this_machine_has_loads_by_its_name(folder):
+    (batch,) = micro_batches(rows(9, 6), Layout(1000, packed=True))
+    scores = {}
+    for name in ("eager", "sdpa", "varlen"):
+        for model in (
+            load_causal_lm(ModelConfig(str(folder), attention=name)),
+            load_sharded(ModelConfig(str(folder), attention=name), ShardConfig(), Context()),
+        ):
+            scores[name] = kept_logprobs(model, batch, 1.0)[0]
+            torch.testing.assert_close(scores[name], scores["eager"], atol=1e-5, rtol=0)
