@@ -28,7 +28,7 @@ from hiexp.data import PromptSampler, Sample
 from hiexp.distributed import Context, close, init
 from hiexp.evaluation import EvalConfig, evaluate
 from hiexp.model import full_parameters
-from hiexp.resume import StopRequested, StopSignal, folder_hash, rng_state
+from hiexp.resume import StopRequested, StopSignal, folder_hash, rng_state, seed_everything
 from hiexp.rewards import rollout_metrics, score
 from hiexp.run_log import RunLog, rollout_histograms
 from hiexp.speed import speed_metrics
@@ -42,6 +42,7 @@ def main(cfg: Config) -> int:
     ctx = init()
     if not ctx.is_main:
         warnings.simplefilter("ignore")  # rank 0 has said it
+    seed_everything(cfg.seed, ctx.rank)
     samples = open_samples(cfg.data, "train")
     check(cfg, ctx, len(samples))
     dev = open_samples(cfg.data, "dev") if cfg.train.dev_every else []

@@ -67,7 +67,7 @@ class Case:
 
 def cases(quick: bool) -> list[Case]:
     if quick:
-        some = [(256, 100, "fp32", "token"), (256, 30, "fp32", "token"), (512, 30, "bf16", "sequence")]
+        some = [(128, 100, "fp32", "token"), (256, 30, "fp32", "token"), (512, 30, "bf16", "sequence")]
         return [Case(32768, *one) for one in some]
     sizes = ((32768, 1024), (151936, 512))
     rest = [(k, d, m) for d in ("fp32", "bf16") for m in ("token", "sequence") for k in (100, 40, 30, 20)]

@@ -32,10 +32,10 @@ from hiexp.config import ConfigError, lookup
 from hiexp.distributed import Context, ensure_group
 from hiexp.lora import LoraConfig, insert_lora, start_values
 from hiexp.model import (
-    ATTENTIONS,
     DTYPES,
     LOAD_ERRORS,
     ModelConfig,
+    attention_name,
     load_causal_lm,
     load_error,
     missing_weights,
@@ -155,9 +155,10 @@ def _on_meta(cfg: ModelConfig) -> PreTrainedModel:
     """The model without storage; ConfigError if no folder is there."""
     folder = model_folder(cfg.path)
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    attention = ATTENTIONS[cfg.attention]
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[cfg.dtype], attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=DTYPES[cfg.dtype], attn_implementation=attention_name(cfg)
+        )
     if (folder / "generation_config.json").is_file():  # it says where sampling ends, and an export has to keep it
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model

@@ -18,7 +18,7 @@ from torch import Tensor
 CHUNK_ROWS = 1024
 """rows whose logits exist at one time: enough to keep a processor busy, 0.3 GB for 152k bfloat16 logits"""
 SEQUENCE_CHUNKS = 4
-"""so many chunks' rows may exist together if that keeps the rows of a sequence together"""
+"""a sequence of up to so many chunks' rows is kept in one, where the objective needs it whole"""
 BLOCK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
 """logits that the softmax works on at a time: on a CPU they stay in its cache, on a GPU its temporaries stay small"""
 
@@ -268,13 +268,13 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _chunks(count: int, sequence: Tensor | None, chunk_rows: int) -> Iterator[slice]:
-    """Rows a chunk at a time; with `sequence`, as many whole sequences as fit the limit, or one longer one."""
+    """Rows a chunk at a time; with `sequence`, as many whole sequences as fit one, or a single longer one."""
     if sequence is None:
         yield from (slice(start, min(start + chunk_rows, count)) for start in range(0, count, chunk_rows))
         return
-    limit, start, end = chunk_rows * SEQUENCE_CHUNKS, 0, 0
+    start = end = 0
     for length in torch.unique_consecutive(sequence, return_counts=True)[1].tolist():
-        if end > start and end - start + length > limit:
+        if end > start and end - start + length > chunk_rows:
             yield slice(start, end)
             start = end
         end += length

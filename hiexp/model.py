@@ -26,6 +26,7 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
+from hiexp.attention import register as register_varlen
 from hiexp.batching import Batch
 from hiexp.config import ConfigError, lookup
 from hiexp.fused import token_logprobs
@@ -54,7 +55,7 @@ def load_causal_lm(cfg: ModelConfig) -> PreTrainedModel:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=DTYPES[cfg.dtype],
-            attn_implementation=ATTENTIONS[cfg.attention],
+            attn_implementation=attention_name(cfg),
             local_files_only=True,
             trust_remote_code=False,  # explicit: left out, transformers asks on the terminal
             output_loading_info=True,
@@ -85,6 +86,12 @@ def refuse_logit_transforms(path: str, config: Any) -> None:
     transforms = [name for name in _LOGIT_TRANSFORMS if getattr(config, name, None) not in (None, 1)]
     if transforms:
         raise ConfigError(f"{path}: {transforms[0]} changes the logits after the head: not supported")
+
+
+def attention_name(cfg: ModelConfig) -> str:
+    """What transformers calls it; makes our own known to it."""
+    register_varlen()
+    return ATTENTIONS[cfg.attention]
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

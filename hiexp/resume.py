@@ -183,6 +183,16 @@ def show_changes(changes: dict[str, tuple[Any, Any]]) -> str:
     return ", ".join(f"{key} {_show(old)} -> {_show(new)}" for key, (old, new) in changes.items())
 
 
+def seed_everything(seed: int, rank: int) -> None:
+    """Python's, numpy's and torch's own generators, differently on each rank.
+
+    The loop draws from none of them (its seeds derive from run, step and row); an extension that does repeats itself.
+    """
+    random.seed(seed * 1_000_003 + rank)
+    np.random.seed((seed * 1_000_003 + rank) % 2**32)
+    torch.manual_seed(seed * 1_000_003 + rank)
+
+
 def rng_state() -> dict[str, Any]:
     """The state of Python's, numpy's and torch's random numbers in this process, as JSON."""
     version, numbers, gauss = random.getstate()

@@ -32,7 +32,7 @@ from hiexp.engine import Endings
 from hiexp.fsdp import load_sharded
 from hiexp.model import kept_logprobs, load_tokenizer, model_folder, release
 from hiexp.protocols import PROTOCOLS
-from hiexp.resume import StopSignal
+from hiexp.resume import StopSignal, seed_everything
 from hiexp.run_log import RunLog
 from hiexp.speed import cost_model, speed_metrics
 from hiexp.tracking import finish_run, open_run_folder, progress, timed
@@ -43,6 +43,7 @@ def main(cfg: Config) -> int:
     ctx = init()
     if not ctx.is_main:
         warnings.simplefilter("ignore")  # rank 0 has said it
+    seed_everything(cfg.seed, ctx.rank)
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
     tokenizer = load_tokenizer(cfg.model.path)

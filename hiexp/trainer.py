@@ -39,7 +39,7 @@ class OptimConfig:
     lr: float = 1e-6
     "peak learning rate"
     schedule: str = "constant"
-    "what the learning rate does after the warm-up: constant, linear or cosine (both to 0 at the last step)"
+    "what the learning rate does after the warm-up: constant, or linear or cosine, which would be 0 after the last step"
     warmup_steps: int = 0
     "training steps over which the learning rate rises linearly to its peak"
     betas: tuple[float, float] = (0.9, 0.999)
@@ -117,7 +117,7 @@ def update_policy(
     applied, on no rank: FloatingPointError if max_nonfinite is 0, else counted in optim/nonfinite. `reference` may be
     None if kl_coef is 0.
     """
-    _check(trajectories, rewards, step, temperature, reference is not None or loss_cfg.kl_coef == 0)
+    _check(trajectories, rewards, step, temperature, reference, loss_cfg)
     advantages = group_advantages(rewards.float(), loss_cfg.advantage or "")
     scoring = _Scoring(policy, reference, loss_cfg, optim_cfg, temperature, ctx)
     mini_batches, flops = _split(trajectories, advantages, scoring)
@@ -131,15 +131,17 @@ def update_policy(
         if not batches:
             totals.skipped += 1
             continue
-        loss, batches = _accumulate(scoring, batches, totals)
+        loss, seen = _accumulate(scoring, batches, totals)
         norm = _clip(policy, optim_cfg)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             policy.zero_grad()
-            message = _dump(Path(dump_dir), step, position, loss, norm, batches, ctx)
+            message = _dump(Path(dump_dir), step, position, loss, norm, [batch for _, batch in seen], ctx)
             if optim_cfg.max_nonfinite == 0:
                 raise FloatingPointError(message)
             totals.nonfinite += 1
             continue
+        for values, batch in seen:
+            totals.add(values, batch)
         totals.add_update(policy, loss, norm, ctx)
         _step(optimizer)
     policy.zero_grad()
@@ -223,13 +225,20 @@ class _Scoring:
 
 
 def _check(
-    trajectories: Sequence[Trajectory], rewards: Tensor, step: int, temperature: float, has_reference: bool
+    trajectories: Sequence[Trajectory],
+    rewards: Tensor,
+    step: int,
+    temperature: float,
+    reference: PreTrainedModel | None,
+    loss_cfg: LossConfig,
 ) -> None:
     groups, size = rewards.shape
     if len(trajectories) != groups * size:
         raise ValueError(f"{len(trajectories)} trajectories do not fill rewards of shape {groups} x {size}")
-    if not has_reference:
+    if loss_cfg.kl_coef and reference is None:
         raise ConfigError("kl_coef is above 0 but there is no reference model; load one or set kl_coef=0")
+    if loss_cfg.weighting == "constant" and not loss_cfg.constant_tokens:
+        raise ConfigError("weighting=constant needs constant_tokens: what each trajectory's sum is divided by")
     if temperature <= 0:
         raise ConfigError(f"temperature={temperature}: a greedy rollout cannot be trained on; set it above 0")
     for index, trajectory in enumerate(trajectories):
@@ -266,15 +275,19 @@ def _split(trajectories: Sequence[Trajectory], advantages: Tensor, to: _Scoring)
     return result, flops
 
 
-def _accumulate(to: _Scoring, batches: list[Batch], totals: StepTotals) -> tuple[float, list[Batch]]:
-    """The gradient of a mini-batch, left in the policy; its loss over all ranks, and the batches that were used.
+Seen = list[tuple[dict[str, Tensor], Batch]]
+"""metrics [K] and batch of each micro-batch"""
+
+
+def _accumulate(to: _Scoring, batches: list[Batch], totals: StepTotals) -> tuple[float, Seen]:
+    """The gradient of a mini-batch, left in the policy; its loss over all ranks, and what was seen on this one.
 
     Out of memory, alone: once more with each micro-batch halved. Several ranks stop, as one of them cannot go back
     while the others wait for it.
     """
     advice = f"lower optim.tokens_per_micro_batch={to.optim_cfg.tokens_per_micro_batch}"
     try:
-        return _backward(to, batches, totals), batches
+        return _backward(to, batches)
     except torch.OutOfMemoryError as error:
         smaller = [half for batch in batches for half in halves(batch)]
         if to.ctx.world_size > 1 or len(smaller) == len(batches):
@@ -283,12 +296,12 @@ def _accumulate(to: _Scoring, batches: list[Batch], totals: StepTotals) -> tuple
     if to.policy.device.type == "cuda":
         torch.cuda.empty_cache()
     try:
-        return _backward(to, smaller, totals), smaller
+        return _backward(to, smaller)
     except torch.OutOfMemoryError as error:
         raise RuntimeError(f"out of memory in half a micro-batch too; {advice}") from error
 
 
-def _backward(to: _Scoring, batches: Sequence[Batch], totals: StepTotals) -> float:
+def _backward(to: _Scoring, batches: Sequence[Batch]) -> tuple[float, Seen]:
     to.policy.zero_grad()
     cfg, losses, seen = to.loss_cfg, [], []
     for batch in batches:
@@ -306,9 +319,7 @@ def _backward(to: _Scoring, batches: Sequence[Batch], totals: StepTotals) -> flo
         is_sound = bool(output.logprobs.isfinite().all())
         losses.append(float(output.loss.detach()) if is_sound else math.nan)
         seen.append((output.metrics, batch))
-    for values, batch in seen:
-        totals.add(values, batch)
-    return to.ctx.sum([sum(losses)])[0]
+    return to.ctx.sum([sum(losses)])[0], seen
 
 
 def _clip(model: PreTrainedModel, cfg: OptimConfig) -> float:

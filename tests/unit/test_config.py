@@ -116,3 +116,12 @@ def test_run_script_returns_2_for_a_users_mistake_and_keeps_the_rest(capsys):
     assert run_script(broken, Outer, ["--help"], "doc") == 0
     with pytest.raises(ZeroDivisionError):
         run_script(broken, Outer, ["out=x"], "doc")
+
+
+def test_fault_42_a_yaml_file_runs_no_code(tmp_path):
+    canary = tmp_path / "canary"
+    path = tmp_path / "evil.yaml"
+    path.write_text(f"out: !!python/object/apply:os.mkdir ['{canary}']\n")
+    with pytest.raises(ConfigError, match=r"evil\.yaml"):
+        load(Outer, [str(path)])
+    assert not canary.exists()

@@ -96,15 +96,16 @@ def test_bug_85_fused_equals_float64_logits_for_every_setting(algorithm):
         assert output.metrics.keys() >= {"loss/policy", "loss/kl"} and len(output.metrics["loss/kl"]) == 24
 
 
+@pytest.mark.parametrize("chunk", [1, 64, 1024])  # 1: a sum of 240 parts, which must not be rounded on the way
 @pytest.mark.parametrize("algorithm", ["grpo", "gspo", "cispo"])
-def test_bug_85_bfloat16_inputs_stay_within_their_rounding(algorithm):
+def test_bug_85_bfloat16_inputs_stay_within_their_rounding(algorithm, chunk):
     """The clip is out of reach: a token on its boundary would make the comparison a matter of luck."""
     low = 1.0 if algorithm == "cispo" else 0.9
     cfg = LossConfig(algorithm, clip_low=low, clip_high=9.0, dual_clip=0.0, kl_coef=0.05, entropy_coef=0.01)
     case = Case(cfg, hidden=256, vocab=1000, temperature=0.9, lengths=[20] * 12)
     hidden, weight = case.hidden.bfloat16(), case.weight.bfloat16()
     loss, logprobs, entropy, by_hidden, by_weight = case.naive(hidden, weight)
-    output, d_hidden, d_weight = case.fused(hidden, weight, chunk=64)
+    output, d_hidden, d_weight = case.fused(hidden, weight, chunk)
     assert (output.logprobs.dtype, output.entropy.dtype, d_hidden.dtype) == (torch.float32,) * 2 + (torch.bfloat16,)
     assert apart(output.logprobs, logprobs) < 5e-3 and apart(output.entropy, entropy) < 5e-3
     size = float(case.objective(logprobs, entropy, slice(None))[0].abs().sum())  # terms of both signs cancel
@@ -271,6 +272,15 @@ def test_a_sequence_beyond_the_limit_costs_a_fourth_product_and_never_more_rows_
     assert sum(products.forward) == 35 + 30
 
 
+@pytest.mark.parametrize(
+    ("lengths", "wanted"),
+    [([4, 4, 1], [8, 1]), ([4, 5, 3], [4, 8]), ([8, 8], [8, 8]), ([2, 9, 1, 1], [2, 9, 2])],
+)
+def test_chunks_of_whole_sequences_are_filled_and_only_a_single_one_may_be_longer(lengths, wanted):
+    products = count(Case(LossConfig("gspo", kl_coef=0.1), lengths=lengths), chunk=8)
+    assert products.forward == products.by_hidden == products.by_weight == wanted
+
+
 def test_scoring_without_gradients_costs_one_product_a_row():
     case = Case(LossConfig())
     with CountProducts(*case.weight.shape) as products:
@@ -281,6 +291,10 @@ def test_scoring_without_gradients_costs_one_product_a_row():
     with CountProducts(*case.weight.shape) as products, torch.no_grad():
         fused_loss(case.hidden, case.weight, case.kept, case.targets, case.objective)
     assert products.forward == [24] and not products.by_hidden and not products.by_weight
+    with CountProducts(*case.weight.shape) as products, torch.no_grad():  # a sequence beyond the limit is not redone
+        rows = (case.kept, case.targets, case.objective, 1.0, torch.zeros(24, dtype=torch.long), 2)
+        fused_loss(case.hidden, case.weight, *rows)
+    assert products.forward == [2] * 12
 
 
 def test_rows_without_a_slope_skip_the_last_two_products():

@@ -15,6 +15,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from hiexp.batching import Batch, Layout, Row, micro_batches
 from hiexp.config import ConfigError
+from hiexp.distributed import Context
+from hiexp.fsdp import ShardConfig, load_sharded
 from hiexp.model import ModelConfig, frozen_copy, full_parameters, kept_logprobs, load_causal_lm, load_tokenizer
 
 
@@ -207,3 +209,27 @@ def test_a_generic_tokenizer_beside_a_qwen2_model_is_not_replaced_by_qwen2s_own(
     PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>").save_pretrained(tmp_path)
     Qwen2Config(vocab_size=3).save_pretrained(tmp_path)
     assert load_tokenizer(str(tmp_path)).encode("beta alpha gamma") == [2, 1, 0]
+
+
+def test_fault_46_a_model_that_brings_code_is_refused_and_the_code_not_run(folder, tmp_path):
+    canary, config = tmp_path / "canary", json.loads((folder / "config.json").read_text())
+    (folder / "evil.py").write_text(f"import pathlib\npathlib.Path({str(canary)!r}).touch()\n")
+    names = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": ["evil.T", None]}
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "evil", "auto_map": names}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "T", "auto_map": names}))
+    for load in (lambda: load_causal_lm(ModelConfig(str(folder))), lambda: load_tokenizer(str(folder))):
+        with pytest.raises(ConfigError, match=str(folder)):
+            load()
+    assert not canary.exists()
+
+
+def test_every_attention_that_this_machine_has_loads_by_its_name(folder):
+    (batch,) = micro_batches(rows(9, 6), Layout(1000, packed=True))
+    scores = {}
+    for name in ("eager", "sdpa", "varlen"):
+        for model in (
+            load_causal_lm(ModelConfig(str(folder), attention=name)),
+            load_sharded(ModelConfig(str(folder), attention=name), ShardConfig(), Context()),
+        ):
+            scores[name] = kept_logprobs(model, batch, 1.0)[0]
+            torch.testing.assert_close(scores[name], scores["eager"], atol=1e-5, rtol=0)

@@ -19,7 +19,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import train
 from hiexp import trainer
 from hiexp.assemble import Config
-from hiexp.batching import Layout, TokenView, micro_batches, trajectory_row, weigh
+from hiexp.batching import Batch, Layout, TokenView, micro_batches, trajectory_row, weigh
 from hiexp.config import ConfigError, load
 from hiexp.data import PromptSampler, Sample
 from hiexp.distributed import Context
@@ -27,6 +27,7 @@ from hiexp.loss import ALGORITHMS, MISMATCH, LossConfig, policy_loss
 from hiexp.metrics import METRICS
 from hiexp.resume import StopRequested, StopSignal
 from hiexp.rewards import RewardConfig, score
+from hiexp.step_metrics import StepTotals
 from hiexp.trainer import OptimConfig, make_optimizer, set_learning_rate, update_policy
 from hiexp.trajectory import Segment, Source, Status, Trajectory
 from hiexp.watch import CollapseWatch, WatchConfig
@@ -265,7 +266,7 @@ def test_fault_41_what_cannot_be_halved_ends_with_one_clean_message(tmp_path, mo
             update(policy, groups(), tmp_path, optim=optim)
         assert not isinstance(error.value, torch.OutOfMemoryError)
     two = Context(rank=0, world_size=2)
-    with pytest.raises(RuntimeError, match=r"lower optim\.tokens_per_micro_batch=1000"):
+    with pytest.raises(RuntimeError, match=r"in a micro-batch; lower optim\.tokens_per_micro_batch=1000"):
         update(policy, groups(), tmp_path, optim=OptimConfig(lr=0.05, tokens_per_micro_batch=1000), ctx=two)
     assert torch.equal(weights(policy), before)
 
@@ -409,6 +410,28 @@ def test_bug_35_fault_18_a_step_is_the_same_for_every_number_of_ranks(loss, worl
         for name, value in wanted.items():
             if not name.startswith(("time/", "optim/grad", "optim/clip_frac")):  # norms are a rank's own here
                 assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+def test_fault_18_padding_of_a_rank_is_in_no_metric():
+    """A rank with one real token, and one with nothing but padding."""
+    tokens = {"targets": torch.tensor([1, 2]), "kept": torch.tensor([0, 1]), "sequence": torch.tensor([0, 1])}
+    values = {"loss/ratio_max": torch.tensor([1.5, 7.0]), "loss/entropy": torch.tensor([0.5, 90.0])}
+    results = []
+    for weights in ([0.25, 0.0], [0.0, 0.0]):
+        batch = Batch(
+            input_ids=torch.zeros(1, 2, dtype=torch.long),
+            advantages=torch.zeros(2),
+            token_weights=torch.tensor(weights),
+            rollout_logprobs=torch.tensor([-1.0, -50.0]),
+            old_logprobs=torch.tensor([-1.0, -2.0]),
+            **tokens,
+        )
+        results.append(StepTotals())
+        results[-1].add(values, batch)
+    got = on_ranks(2, lambda ctx: results[ctx.rank].metrics(1.0, ctx))
+    assert got[0] == got[1]
+    assert (got[0]["loss/ratio_max"], got[0]["loss/entropy"], got[0]["rollout/trained_tokens"]) == (1.5, 0.5, 1.0)
+    assert got[0]["rollout/mismatch_max"] == 0.0
 
 
 def test_bug_88_fault_23_one_rank_with_a_bad_loss_stops_the_step_on_all(tmp_path):
