@@ -47,13 +47,18 @@ def main(cfg: Config) -> int:
     check(cfg, ctx, len(samples))
     dev = open_samples(cfg.data, "dev") if cfg.train.dev_every else []
     agent = open_agent(cfg)
-    out = ctx.broadcast(open_run_folder(cfg.out, cfg, resumable=True) if ctx.is_main else None)
+    out = ctx.on_main(lambda: open_run_folder(cfg.out, cfg, resumable=True))
     policy, engine_copy, reference = load_models(cfg, bool(cfg.loss.kl_coef), ctx)
     optimizer = make_optimizer(policy, cfg.optim)
     loop = Loop(PromptSampler(samples, cfg.seed), CollapseWatch(cfg.watch), folder_hash(cfg.hek.path))
     checkpoints = Checkpoints(out, cfg.checkpoint, ctx)
     start = loop.resume(checkpoints.load_latest(policy, optimizer), cfg)
     engine = start_engine(agent, cfg, policy, engine_copy, version=start)
+    if cfg.loss.mismatch != "none" and not engine.exact_logprobs:
+        sampling = f"rollout.temperature={cfg.rollout.temperature}, rollout.top_p={cfg.rollout.top_p}"
+        raise ConfigError(
+            f"loss.mismatch={cfg.loss.mismatch} needs exact log-probs; with {sampling} vLLM has none: set one to 1"
+        )
     loss_cfg = replace(cfg.loss, constant_tokens=cfg.loss.constant_tokens or cfg.rollout.max_response_tokens)
 
     with RunLog(out, start - 1, ctx.is_main, cfg.log) as log, StopSignal() as stop:
@@ -69,8 +74,10 @@ def main(cfg: Config) -> int:
             trajectories, rewards = groups
             engine.sleep()
             with timed(metrics, "update"):
-                what = (trajectories, rewards, loss_cfg, cfg.optim, cfg.rollout.temperature)
-                metrics |= update_policy(policy, reference, optimizer, *what, out, step, ctx)
+                metrics |= update_policy(
+                    policy, reference, optimizer, trajectories, rewards,
+                    loss_cfg, cfg.optim, cfg.rollout.temperature, out, step, ctx,
+                )  # fmt: skip
             with timed(metrics, "sync"):
                 engine.load_weights(full_parameters(policy), version=step + 1)
 
@@ -85,7 +92,7 @@ def main(cfg: Config) -> int:
                 log.show(step, trajectories, agent.tokenizer)
             loop.judge(step, metrics, cfg.optim.max_nonfinite)
             is_stopped = stop.requested(ctx)
-            is_due = checkpoints.is_due(step + 1) and not loop.watch.is_suspect  # it would push a good one out
+            is_due = checkpoints.is_due(step + 1) and loop.is_sound  # else it would push a good one out
             if is_last or is_stopped or is_due:
                 checkpoints.save(step + 1, policy, optimizer, loop.state())
             checkpoints.poll()
@@ -132,10 +139,21 @@ class Loop:
                 f"hek.path={cfg.hek.path} has changed since step {step}; bring back the HEK that the run began "
                 "with, choose another out=..., or set resume_changed=true"
             )
-        self.sampler.load_state_dict(state["sampler"])
+        try:
+            self.sampler.load_state_dict(state["sampler"])
+        except ConfigError as error:
+            if not cfg.resume_changed:
+                remedy = "bring back data.train as it was, choose another out=..., or set resume_changed=true"
+                raise ConfigError(f"{error}; {remedy}") from None
+            warnings.warn(f"{error}; questions are drawn anew from here on", stacklevel=2)
         self.watch.load_state_dict(state["watch"])
         self.bad_steps = state["bad_steps"]
         return step
+
+    @property
+    def is_sound(self) -> bool:
+        """Nothing is wrong with the newest step."""
+        return not self.bad_steps and not self.watch.is_suspect
 
     def judge(self, step: int, metrics: dict[str, float], max_nonfinite: int) -> None:
         """Stop a run that is lost: too many steps in a row that could not be applied, or a collapse (watch.*)."""
@@ -203,6 +221,13 @@ def check(cfg: Config, ctx: Context, num_samples: int) -> None:
     """What would make training pointless, told before any work."""
     if cfg.rollout.temperature <= 0:
         raise ConfigError("rollout.temperature=0: greedy siblings are all alike and teach nothing; set it above 0")
+    if cfg.train.refill and cfg.rollout.group_size == 1:
+        raise ConfigError(
+            f"train.refill={cfg.train.refill}: rollout.group_size=1 has no unequal groups; set refill to 0"
+        )
+    if ctx.world_size % cfg.shard.replicas:
+        raise ConfigError(f"shard.replicas={cfg.shard.replicas} does not divide the {ctx.world_size} processes; set 1")
+    cfg.log.check()
     if ctx.world_size % cfg.engine.tensor_parallel:
         engines = f"engine.tensor_parallel={cfg.engine.tensor_parallel}"
         raise ConfigError(f"{engines} does not divide the {ctx.world_size} processes; start a multiple of it")

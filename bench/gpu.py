@@ -364,7 +364,7 @@ BLOCKS: dict[str, tuple[Callable[[Bench], None], int]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu", action="store_true", help="small sizes on the CPU even where CUDA is")
+    parser.add_argument("--cpu", "--quick", action="store_true", help="small sizes on the CPU even where CUDA is")
     parser.add_argument("--only", default="", help=f"some of {','.join(BLOCKS)}")
     parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
     arguments = parser.parse_args()

@@ -120,6 +120,11 @@ class Config:
         for name in ("seed", "threads"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must not be negative")
+        if self.seed >= 2**40:
+            raise ConfigError(f"seed={self.seed} must be below 2**40")
+        if self.reward.overlong_tokens > self.rollout.max_response_tokens:
+            limit = f"rollout.max_response_tokens={self.rollout.max_response_tokens}"
+            raise ConfigError(f"reward.overlong_tokens={self.reward.overlong_tokens} is above {limit}; lower it")
         protocol = lookup(PROTOCOLS, self.rollout.protocol, "rollout.protocol")
         if protocol.searches and self.search.backend == "none":
             raise ConfigError(

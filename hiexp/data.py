@@ -169,7 +169,8 @@ class PromptSampler:
         return np.random.default_rng([self.seed, self.epoch]).permutation(len(self.samples)).tolist()
 
     def _fingerprint(self) -> str:
-        return hashlib.sha256("\n".join(sample.id for sample in self.samples).encode()).hexdigest()[:16]
+        rows = ((sample.id, sample.question, sample.answers) for sample in self.samples)
+        return hashlib.sha256("\n".join(map(repr, rows)).encode()).hexdigest()[:16]
 
 
 @contextmanager

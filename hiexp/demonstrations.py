@@ -153,10 +153,6 @@ def read_demonstrations(
             f"{path}: no row has anything to learn ({_reasons(found.left_out)}); lower sft.min_reward, raise "
             "sft.max_tokens, or name another file"
         )
-    if (cfg.min_reward is not None or cfg.per_question) and "trajectories" not in found.layouts:
-        raise ConfigError(
-            f"{path} holds no trajectories, for which sft.min_reward and sft.per_question are; unset them"
-        )
     return found
 
 

@@ -106,7 +106,7 @@ def load_sharded(
     with ExitStack() as files:
         try:  # every check comes before the first collective: ranks fail together or not at all
             model = _on_meta(cfg)
-            refuse_logit_transforms(cfg.path, model.config)
+            refuse_logit_transforms(cfg.path, model)
             buffers = _computed_buffers(cfg.path, model)
             sources = _slices(cfg.path, model, _open(Path(cfg.path), files))
         except LOAD_ERRORS as error:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 CHUNK_ROWS = 1024
-"""rows whose logits exist at one time: enough to keep a processor busy, 0.3 GB for 152k bfloat16 logits"""
+"""rows whose logits exist at one time: enough to keep a processor busy, 0.6 GB for 152k float32 logits"""
 SEQUENCE_CHUNKS = 4
 """a sequence of up to so many chunks' rows is kept in one, where the objective needs it whole"""
 BLOCK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
@@ -98,8 +98,8 @@ class _FusedHead(torch.autograd.Function):
     def forward(ctx, hidden: Tensor, weight: Tensor, job: _Job) -> Tensor:  # type: ignore[override]
         chunks = list(_chunks(len(job.kept), job.whole, job.chunk_rows))
         limit = job.chunk_rows * (1 if job.whole is None else SEQUENCE_CHUNKS)
-        longest = max((rows.stop - rows.start for rows in chunks), default=0)
-        buffer = _buffer(weight, longest if longest <= limit else job.chunk_rows)
+        sizes = [rows.stop - rows.start for rows in chunks]
+        buffer = _buffer(weight, max((size if size <= limit else job.chunk_rows for size in sizes), default=0))
         wanted, is_sum = ctx.needs_input_grad[:2], len(job.kept) > len(buffer)
         ctx.gradients = (
             torch.zeros_like(hidden) if wanted[0] else None,
@@ -252,7 +252,9 @@ def _logits(hidden: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
 
 
 def _buffer(weight: Tensor, rows: int) -> Tensor:
-    return weight.new_empty(rows, len(weight))
+    """Room for the logits of so many rows, used again for every chunk; none where `_logits` makes its own."""
+    makes_its_own = weight.is_cuda and weight.dtype != torch.float32
+    return weight.new_empty(rows, 0 if makes_its_own else len(weight))
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

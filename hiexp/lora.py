@@ -26,6 +26,8 @@ class LoraConfig:
     def __post_init__(self) -> None:
         if self.rank < 0:
             raise ConfigError(f"rank={self.rank} must be 0 (off) or above")
+        if self.rank and not self.targets:
+            raise ConfigError("targets=[] leaves nothing to train; name linear layers, or set rank=0")
         if not 0 < self.alpha < math.inf:
             raise ConfigError(f"alpha={self.alpha} must be above 0")
 
@@ -59,6 +61,9 @@ def insert_lora(model: PreTrainedModel, cfg: LoraConfig) -> None:
     if absent:
         known = ", ".join(dict.fromkeys(name for _, name, _ in found))
         raise ConfigError(f"targets={list(cfg.targets)}: {absent[0]} is no linear layer of the body; it has {known}")
+    widest = min(min(c.in_features, c.out_features) for _, name, c in found if name in cfg.targets)
+    if cfg.rank > widest:
+        raise ConfigError(f"rank={cfg.rank} is above the {widest} of the narrowest target layer; lower it")
     model.requires_grad_(False)
     for parent, name, child in found:
         if name in cfg.targets:

@@ -35,7 +35,7 @@ class LossConfig:
     kl_coef: float | None = None
     "weight of the estimate of KL(policy || reference)"
     kl_estimator: str = "k3"
-    "k1: logp - ref; k2: half its square; k3: exp(ref - logp) - (ref - logp) - 1, unbiased and never negative"
+    "k3: exp(ref - logp) - (ref - logp) - 1; k2: half of (logp - ref) squared; k1: logp - ref, whose slope is noise"
     entropy_coef: float = 0.0
     "weight of the entropy bonus"
     constant_tokens: int = 0

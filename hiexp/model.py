@@ -4,7 +4,6 @@ Nothing is ever downloaded: a model is a folder. Models are loaded in evaluation
 dropout would make the log-probs of one token differ between two passes over the same weights.
 """
 
-import copy
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -66,7 +65,7 @@ def load_causal_lm(cfg: ModelConfig) -> PreTrainedModel:
     missing = sorted(report["missing_keys"])
     if missing:  # transformers would go on with random values
         raise missing_weights(cfg.path, missing)
-    refuse_logit_transforms(cfg.path, model.config)
+    refuse_logit_transforms(cfg.path, model)
     return model.eval()
 
 
@@ -81,9 +80,11 @@ def missing_weights(path: str, names: Sequence[str]) -> ConfigError:
     return ConfigError(f"{path} lacks {len(names)} weights ({names[0]}, ...); copy all of it")
 
 
-def refuse_logit_transforms(path: str, config: Any) -> None:
+def refuse_logit_transforms(path: str, model: PreTrainedModel) -> None:
     """ConfigError for a model whose logits are not the plain head's, which is all that the loss applies."""
-    transforms = [name for name in _LOGIT_TRANSFORMS if getattr(config, name, None) not in (None, 1)]
+    transforms = [name for name in _LOGIT_TRANSFORMS if getattr(model.config, name, None) not in (None, 1)]
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        transforms.append("the bias of its head")
     if transforms:
         raise ConfigError(f"{path}: {transforms[0]} changes the logits after the head: not supported")
 
@@ -110,11 +111,6 @@ def _tokenizer_class(folder: Path) -> Any:
     name = json.loads(file.read_text(encoding="utf-8")).get("tokenizer_class") if file.is_file() else None
     is_generic = name in ("TokenizersBackend", "PreTrainedTokenizerFast") and (folder / "tokenizer.json").is_file()
     return PreTrainedTokenizerFast if is_generic else AutoTokenizer
-
-
-def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A reference: the same weights in other memory, never trained."""
-    return copy.deepcopy(model).requires_grad_(False).eval()
 
 
 def run_body(model: PreTrainedModel, **inputs: Any) -> Tensor:
@@ -239,6 +235,6 @@ def _one_line(error: Exception) -> str:
 
 GATHER_BYTES = 256 * 2**20
 "Full size of what `full_parameters` gathers at once: few collectives, and two such buffers of memory."
-_LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+_LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ATTENTIONS: dict[str, Any] = {name: name for name in ("eager", "sdpa", "varlen", "flash_attention_2")}

@@ -85,7 +85,7 @@ class StopSignal:
             os._exit(128 + number)
 
 
-def lock_run(folder: Path, script: str) -> None:
+def lock_run(folder: Path) -> None:
     """Hold `<folder>/.lock` until this process ends; ConfigError naming process and host if another one holds it.
 
     A lock of the operating system, which a killed process cannot leave behind. Where the file system has none, the
@@ -106,11 +106,23 @@ def lock_run(folder: Path, script: str) -> None:
         if owner and (owner.get("host") != socket.gethostname() or _is_alive(owner.get("pid", 0))):
             file.close()
             raise _in_use(folder, owner, f" (if it is not, delete {path})") from None
+    _HELD[path] = file
+
+
+def sign_lock(folder: Path, script: str) -> None:
+    """Write into a lock that is held who holds it."""
+    file = _HELD[folder.resolve() / ".lock"]
     file.seek(0)
     file.truncate()
     json.dump({"pid": os.getpid(), "host": socket.gethostname(), "script": script}, file)
     file.flush()
-    _HELD[path] = file
+
+
+def unlock_run(folder: Path) -> None:
+    """Let go of a lock, for a folder that turns out to be another run's."""
+    file = _HELD.pop(folder.resolve() / ".lock", None)
+    if file is not None:
+        file.close()
 
 
 _HELD: dict[Path, TextIO] = {}
@@ -129,13 +141,18 @@ def claim(folder: Path, config: Any, script: str, resumable: bool) -> dict[str, 
     content = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
     if content and not written.exists():
         raise ConfigError(f"out={folder} holds files that are not of a run; {REMEDY}")
-    lock_run(folder, script)
+    lock_run(folder)
     changes: dict[str, tuple[Any, Any]] = {}
-    if not content <= {"config.yaml", "run.json"}:  # else new, or a start that failed before it produced anything
-        changes = _changes(folder, written, config, script, resumable)
-        before, now = changes.get("train.steps", (0, 0))
-        if done.exists() and not (resumable and now > before):
-            raise ConfigError(f"out={folder} holds a finished run of these settings; {REMEDY}")
+    try:
+        if not content <= {"config.yaml", "run.json"}:  # else new, or a start that failed before it produced anything
+            changes = _changes(folder, written, config, script, resumable)
+            before, now = changes.get("train.steps", (0, 0))
+            if done.exists() and not (resumable and now > before):
+                raise ConfigError(f"out={folder} holds a finished run of these settings; {REMEDY}")
+    except ConfigError:
+        unlock_run(folder)
+        raise
+    sign_lock(folder, script)
     new = folder / ".config.yaml.new"
     try:
         dump(config, new)

@@ -12,7 +12,8 @@ import secrets
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,9 @@ class RunLog:
             return
         values = {key: float(value) for key, value in metrics.items()}
         line = {key: value if math.isfinite(value) else None for key, value in values.items()}
-        self._file.write(json.dumps({"step": step, **line}) + "\n")
-        self._file.flush()
+        with _on_disk(self.folder):
+            self._file.write(json.dumps({"step": step, **line}) + "\n")
+            self._file.flush()
         self._say(step, values)
         self._use(_TENSORBOARD, lambda writer: _write_numbers(writer, step, values, histograms or {}))
         self._use(_WANDB, lambda run: run.log({k: v for k, v in line.items() if v is not None}, step=step))
@@ -95,7 +97,8 @@ class RunLog:
         """Add the step's trajectories to trajectories.jsonl, and its best and its worst to TensorBoard as text."""
         if not self.enabled:
             return
-        append_trajectories(self.folder / "trajectories.jsonl", trajectories, step)
+        with _on_disk(self.folder):
+            append_trajectories(self.folder / "trajectories.jsonl", trajectories, step)
         self._use(_TENSORBOARD, lambda writer: _write_samples(writer, step, trajectories, tokenizer))
 
     def close(self) -> None:
@@ -143,6 +146,18 @@ class RunLog:
         """A view that fails is told of once and then left alone."""
         self._views.pop(view, None)
         warnings.warn(redact(f"no {view} logs from here on ({error}); metrics.jsonl goes on"), stacklevel=4)
+
+
+@contextmanager
+def _on_disk(folder: Path) -> Iterator[None]:
+    """The record itself cannot be written: ConfigError. What was logged before is on the disk."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ConfigError(
+            f"cannot write to out={folder} ({reason}); free some space and give the same command again to go on"
+        ) from error
 
 
 def rollout_histograms(trajectories: Sequence[Trajectory], advantages: Sequence[float]) -> dict[str, list[float]]:

@@ -50,6 +50,7 @@ def main(cfg: Config) -> int:
     train, dev = open_demonstrations(cfg, tokenizer, ctx)
     order = EpochOrder(len(train.rows), cfg.sft.rows_per_step, cfg.seed)
     steps = cfg.sft.epochs * order.steps_per_epoch
+    cfg.log.check()
     out = ctx.on_main(lambda: open_run_folder(cfg.out, cfg, resumable=True))
     model = load_sharded(cfg.model, cfg.shard, ctx, cfg.lora, cfg.seed)
     optimizer = make_optimizer(model, cfg.optim)
@@ -167,6 +168,9 @@ def open_demonstrations(cfg: Config, tokenizer: Any, ctx: Context) -> tuple[Demo
     protocol = PROTOCOLS[cfg.rollout.protocol] if cfg.sft.prompt == "protocol" else None
     paths = [cfg.sft.train] + ([cfg.sft.dev] if cfg.sft.dev_every else [])
     found = [read_demonstrations(path, tokenizer, cfg.sft, window, protocol) for path in paths]
+    if (cfg.sft.min_reward is not None or cfg.sft.per_question) and "trajectories" not in found[0].layouts:
+        keys = f"sft.min_reward={cfg.sft.min_reward} and sft.per_question={cfg.sft.per_question}"
+        raise ConfigError(f"{cfg.sft.train} holds no trajectories for {keys}; set them to null and 0")
     for one in found if ctx.is_main else []:
         print(one.summary(), file=sys.stderr)
     endless = found[0].ends - Endings(tokenizer, _generation_config(cfg.model.path)).eos

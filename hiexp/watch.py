@@ -43,6 +43,9 @@ class WatchConfig:
     def __post_init__(self) -> None:
         if self.patience < 0 or self.window < 1:
             raise ConfigError(f"patience={self.patience} must be 0 or above, window={self.window} at least 1")
+        for name in LIMITS:
+            if not math.isfinite(getattr(self, name) or 0.0):
+                raise ConfigError(f"{name}={getattr(self, name)} must be a number, or null for no limit")
         if not 0 <= self.reward_fraction < 1:
             raise ConfigError(f"reward_fraction={self.reward_fraction} must lie in [0, 1); 0 switches it off")
 
@@ -76,14 +79,12 @@ class CollapseWatch:
         return any(self._beyond.values())
 
     def check(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Raises Collapse if this step is the `patience`-th in a row beyond a limit, ConfigError if a limit is set on a
-        metric that the run does not log. A value that is not finite leaves the mean of the others as it is.
+        """Raises Collapse if this step is the `patience`-th in a row beyond a limit.
+
+        A value that is absent (no row had a signal) or not finite leaves the mean of the others as it is.
         """
         if not self.cfg.patience:
             return
-        for name in self._limits:
-            if LIMITS[name] not in metrics and LIMITS[name] not in self._recent:
-                raise ConfigError(f"watch.{name}={self._limits[name]}: this run does not log {LIMITS[name]}; unset it")
         for key in {_REWARD, *(LIMITS[name] for name in self._limits)}:
             value, recent = metrics.get(key, math.nan), self._recent.setdefault(key, [])
             recent += [float(value)] if math.isfinite(value) else []

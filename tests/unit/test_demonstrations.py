@@ -324,11 +324,3 @@ def test_settings_that_cannot_work_name_themselves(changes):
         SFTConfig(**changes)
     with pytest.raises(ConfigError, match="prompt=protocol brings its own instruction"):
         SFTConfig(prompt="protocol", system="Brief.")
-
-
-def test_a_choice_among_trajectories_is_refused_for_a_file_that_has_none(tmp_path, byte_tokenizer):
-    path = tmp_path / "pairs.jsonl"
-    path.write_text('{"prompt": "a", "target": "b"}\n')
-    for cfg in (SFTConfig(min_reward=1.0), SFTConfig(per_question=2)):
-        with pytest.raises(ConfigError, match=r"no trajectories.*unset"):
-            read_demonstrations(path, byte_tokenizer, cfg, 64)

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PhiConfig, PhiForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from hiexp.batching import Batch, Layout, Row, micro_batches
 from hiexp.config import ConfigError
 from hiexp.distributed import Context
 from hiexp.fsdp import ShardConfig, load_sharded
-from hiexp.model import ModelConfig, frozen_copy, full_parameters, kept_logprobs, load_causal_lm, load_tokenizer
+from hiexp.model import ModelConfig, full_parameters, kept_logprobs, load_causal_lm, load_tokenizer
 
 
 def tiny(tied: bool = True, **changes) -> Qwen2ForCausalLM:
@@ -192,16 +192,6 @@ def test_B57_published_parameters_make_another_copy_equal(tied):
     assert torch.equal(source(input_ids=ids).logits, target(input_ids=ids).logits)
 
 
-def test_a_frozen_copy_shares_no_memory_and_takes_no_gradient():
-    model = tiny()
-    copy = frozen_copy(model)
-    with torch.no_grad():
-        model.model.norm.weight += 1.0
-    assert torch.equal(copy.model.norm.weight, tiny().model.norm.weight)
-    assert not any(parameter.requires_grad for parameter in copy.parameters())
-    assert copy.lm_head.weight is copy.model.embed_tokens.weight
-
-
 def test_a_generic_tokenizer_beside_a_qwen2_model_is_not_replaced_by_qwen2s_own(tmp_path):
     """transformers 5 maps the model type to a tokenizer class that brings its own splitting rules."""
     core = Tokenizer(models.WordLevel({"<unk>": 0, "alpha": 1, "beta": 2}, unk_token="<unk>"))
@@ -233,3 +223,11 @@ def test_every_attention_that_this_machine_has_loads_by_its_name(folder):
         ):
             scores[name] = kept_logprobs(model, batch, 1.0)[0]
             torch.testing.assert_close(scores[name], scores["eager"], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("load", [load_causal_lm, lambda cfg: load_sharded(cfg, ShardConfig("bfloat16"), Context())])
+def test_a_head_with_a_bias_is_refused(tmp_path, load):
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    PhiForCausalLM(PhiConfig(**sizes, num_attention_heads=4)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="bias of its head"):
+        load(ModelConfig(str(tmp_path)))

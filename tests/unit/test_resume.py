@@ -151,7 +151,8 @@ def forked(target, *args):
 
 @contextlib.contextmanager
 def holding(folder: Path):
-    resume.lock_run(folder, "train.py")
+    resume.lock_run(folder)
+    resume.sign_lock(folder, "train.py")
     yield
 
 

@@ -126,8 +126,9 @@ def test_trajectories_round_trip_and_are_written_whole(tmp_path):
 def test_timers_tell_waiting_from_computing():
     metrics = {}
     with timed(metrics, "rollout"):
-        time.sleep(0.1)
-    assert metrics["time/rollout"] >= 0.1 and metrics["time/rollout_cpu"] < 0.05
+        time.sleep(0.3)
+    waited = metrics["time/rollout"]
+    assert waited >= 0.3 and metrics["time/rollout_cpu"] < waited / 2  # threads of other tests may be at work
     with timed(metrics, "rollout") as timer:
         end = time.process_time() + 0.1
         while time.process_time() < end:

@@ -27,6 +27,7 @@ from hiexp.loss import ALGORITHMS, MISMATCH, LossConfig, policy_loss
 from hiexp.metrics import METRICS
 from hiexp.resume import StopRequested, StopSignal
 from hiexp.rewards import RewardConfig, score
+from hiexp.run_log import LogConfig
 from hiexp.step_metrics import StepTotals
 from hiexp.trainer import OptimConfig, make_optimizer, set_learning_rate, update_policy
 from hiexp.trajectory import Segment, Source, Status, Trajectory
@@ -305,7 +306,9 @@ def test_bug_54_the_ratio_on_policy_is_one_at_every_temperature_and_a_cut_distri
         rollout=rollout,
         loss=LossConfig(mismatch="truncate"),
         engine=SimpleNamespace(tensor_parallel=1),
-        train=SimpleNamespace(prompts_per_step=1),
+        train=SimpleNamespace(prompts_per_step=1, refill=0),
+        shard=SimpleNamespace(replicas=1),
+        log=LogConfig(),
     )
     with pytest.warns(UserWarning, match=r"top_p=0\.95"):
         train.check(cfg, Context(), 4)

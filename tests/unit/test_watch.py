@@ -67,8 +67,13 @@ def test_every_limit_watches_its_metric_on_its_side(name):
     assert watch_through(CollapseWatch(cfg), [0.5] * 30, **{key: [2.0] * 30}) is None, "at the limit is not beyond it"
     step, message = watch_through(CollapseWatch(cfg), [0.5] * 30, **{key: [within] * 10 + [beyond] * 20})
     assert step == 14 and key in message and f"watch.{name}" in message  # the mean of two is beyond from step 11 on
-    with pytest.raises(ConfigError, match=rf"watch\.{name}=2\.0: this run does not log {key}"):
-        CollapseWatch(cfg).check(0, {"reward/mean": 0.5})
+    watch = CollapseWatch(cfg)
+    for step in range(30):  # a step in which no row has a signal logs no loss
+        watch.check(step, {"reward/mean": 0.5})
+    assert not watch.is_suspect
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match=name):
+            WatchConfig(**{name: value})
 
 
 @pytest.mark.parametrize("cut", [1, 7, 40, 70, 77])
