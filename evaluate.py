@@ -17,7 +17,7 @@ from hiexp.assemble import Agent, Config, engine_only, open_agent, open_samples,
 from hiexp.config import run_script
 from hiexp.data import Sample
 from hiexp.evaluation import Decoding, describe_setting, evaluate, to_markdown, write_results
-from hiexp.hek import HEK
+from hiexp.hek import HEK, refuse_evaluation_questions
 from hiexp.report import write_report
 from hiexp.rewards import score
 from hiexp.search import corpus_hash
@@ -30,6 +30,7 @@ SHOWN = 12
 def main(cfg: Config) -> None:
     samples = open_samples(cfg.data, "test")
     agent = open_agent(cfg)
+    refuse_evaluation_questions(agent.hek, samples)
     out = open_run_folder(cfg.out, cfg)
     start_engine(agent, cfg, *engine_only(cfg))
 

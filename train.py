@@ -27,6 +27,7 @@ from hiexp.config import ConfigError, run_script
 from hiexp.data import PromptSampler, Sample
 from hiexp.distributed import Context, close, init
 from hiexp.evaluation import EvalConfig, evaluate
+from hiexp.hek import refuse_evaluation_questions
 from hiexp.model import full_parameters
 from hiexp.resume import StopRequested, StopSignal, folder_hash, rng_state, seed_everything
 from hiexp.rewards import rollout_metrics, score
@@ -47,6 +48,7 @@ def main(cfg: Config) -> int:
     check(cfg, ctx, len(samples))
     dev = open_samples(cfg.data, "dev") if cfg.train.dev_every else []
     agent = open_agent(cfg)
+    refuse_evaluation_questions(agent.hek, dev)
     out = ctx.on_main(lambda: open_run_folder(cfg.out, cfg, resumable=True))
     policy, engine_copy, reference = load_models(cfg, bool(cfg.loss.kl_coef), ctx)
     optimizer = make_optimizer(policy, cfg.optim)
