@@ -297,7 +297,9 @@ def _cluster_level(
 
     def compute() -> tuple[float, str, list[list[int]]]:
         tau, how = calibrate_threshold(rows, level, cfg.linkage, at_most) if given is None else (given, "given")
-        return tau, how, cluster(rows, tau, cfg.linkage)
+        notes: list[str] = []
+        groups = cluster(rows, tau, cfg.linkage, notes=notes)
+        return tau, "; ".join([how, *notes]), groups
 
     key = digest("cluster", hashlib.sha256(rows.tobytes()).hexdigest(), rows.shape, level, cfg.linkage, given, at_most)
     threshold, how, groups = journal.remember(key, compute)

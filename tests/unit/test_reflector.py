@@ -1,6 +1,7 @@
-"""Writers, budgets and the journal, against a loopback endpoint that fails in every way it can. Broken on purpose, each
-of these failed: no retry on 429, Retry-After ignored, redirects followed, the key shown in an error, replies under way
-dropped when another fails, budget counted from zero after a restart, journal lines cut or torn lines read."""
+"""Writers, budgets and the journal, against a loopback endpoint that fails in every way it can.
+
+Must fail if a 429 is not retried or its Retry-After ignored, if redirects are followed, a key is shown in an error,
+replies under way are dropped when another fails, a budget starts anew after a restart, or torn lines are read."""
 
 import email.utils
 import json
