@@ -228,6 +228,7 @@ def main() -> None:
     parser.add_argument("--no-checkpoint-layers", action="store_true")
     parser.add_argument("--cpu-offload", action="store_true")
     parser.add_argument("--context", type=int, default=9216, help="longest sequence, which is never split")
+    parser.add_argument("--quick", action="store_true", help="as in the other benches; there is nothing to leave out")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
     if arguments.model:
