@@ -163,10 +163,16 @@ def unit_rows(rows: np.ndarray) -> np.ndarray:
 def cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """[N, M] similarities of unit or zero rows, clipped to [-1, 1]; ValueError for another length."""
     for rows in (a, b):
-        lengths = np.linalg.norm(rows, axis=1)
-        if not np.all((np.abs(lengths - 1) < 1e-3) | (lengths == 0)):
-            raise ValueError("similarity needs unit rows: an inner product of other lengths is no cosine")
-    return np.clip(a @ b.T, -1.0, 1.0)
+        require_unit(rows)
+    product = a @ b.T
+    return np.clip(product, -1.0, 1.0, out=product)
+
+
+def require_unit(rows: np.ndarray) -> None:
+    """ValueError for a row that is neither of length 1 nor zero."""
+    lengths = np.linalg.norm(rows, axis=1)
+    if not np.all((np.abs(lengths - 1) < 1e-3) | (lengths == 0)):
+        raise ValueError("similarity needs unit rows: an inner product of other lengths is no cosine")
 
 
 def _dense(vectorizer: Any, texts: Sequence[str]) -> np.ndarray:

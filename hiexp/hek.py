@@ -33,7 +33,7 @@ from hiexp.acceptance import (
 )
 from hiexp.config import ConfigError
 from hiexp.data import Sample, shared_questions
-from hiexp.encoder import Encoder, cosine
+from hiexp.encoder import Encoder, require_unit
 from hiexp.experience import LEVELS, Experience, check_lineage, read_store, write_store
 
 __all__ = ["HEK", "Experience", "HEKConfig", "Hit", "fill", "refuse_evaluation_questions"]
@@ -300,8 +300,11 @@ class HEK:
     def _scores(self, judge: Judge, level: int, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[Q, N] cosines, and what the entries are ranked by."""
         distinct, copy_of = self._distinct[level]
-        cosines = cosine(keys, distinct)
-        values = judge.values(keys, cosines)
+        require_unit(keys)
+        cosines = keys @ distinct.T
+        values = judge.values(keys, np.clip(cosines, -1.0, 1.0, out=cosines))
+        if copy_of is None:
+            return cosines, values
         return cosines[:, copy_of], values[:, copy_of]
 
     def _encode(self, texts: Sequence[str]) -> np.ndarray:
@@ -365,10 +368,11 @@ def _hits(
     return hits
 
 
-def _distinct_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The rows without repetitions, and for each row which of them it is."""
+def _distinct_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """The rows without repetitions, and for each row which of them it is; None if there are none. Checked once."""
+    require_unit(rows)
     distinct, copy_of = np.unique(rows, axis=0, return_inverse=True)
-    return distinct, copy_of.reshape(-1)
+    return (rows, None) if len(distinct) == len(rows) else (distinct, copy_of.reshape(-1))
 
 
 def _hidden_rows(entries: Sequence[Experience]) -> dict[str, set[int]]:
