@@ -152,17 +152,19 @@ class Agent:
         hek: HEK | None = None,
         progress: Callable[[int], Any] | None = None,
         first: int = 0,
+        hinted: Sequence[bool] | None = None,
         metrics: dict[str, float] | None = None,
         **changes: Any,
     ) -> list[Trajectory]:
         """group_size trajectories a sample, siblings adjacent; `changes` replace fields of RolloutConfig.
 
-        `first`: position of samples[0] among the questions of all ranks; `metrics` gets the seconds of searching.
+        `first`: position of samples[0] among the questions of all ranks; `hinted`: per sample, whether it gets
+        experience; `metrics` gets the seconds of searching.
         """
         assert self.engine is not None
         parts = (self.engine, self.tokenizer, self.protocol, self.search, self.hek if hek is None else hek)
         cfg = replace(self.cfg, **changes)
-        return run_rollouts(*parts, samples, cfg, seed, progress, first=first, metrics=metrics)
+        return run_rollouts(*parts, samples, cfg, seed, progress, first=first, hinted=hinted, metrics=metrics)
 
     def rollout_all(
         self, samples: Sequence[Sample], seed: int, label: str, hek: HEK, keep: Keep | None = None, **changes: Any

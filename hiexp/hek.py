@@ -29,32 +29,14 @@ from hiexp.acceptance import (
     known,
     mismatched_best,
     pick,
-    ranked,
 )
 from hiexp.config import ConfigError
 from hiexp.data import Sample, shared_questions
 from hiexp.encoder import Encoder, require_unit
 from hiexp.experience import LEVELS, Experience, check_lineage, read_store, write_store
+from hiexp.hits import Block, Hit, best_hits, fill
 
-__all__ = ["HEK", "Experience", "HEKConfig", "Hit", "fill", "refuse_evaluation_questions"]
-
-Block = tuple[str, tuple[str, ...]]
-"""Lines to show and the ids of the experiences in them; ("", ()) when there is nothing to say."""
-GATED = 64
-"""entries of a query that the gate is asked about, nearest first: its answer need not fall with their rank"""
-
-
-@dataclass(frozen=True)
-class Hit:
-    """A retrieved experience, its cosine to the query, and whether and why it was accepted."""
-
-    experience: Experience
-    score: float
-    accepted: bool
-    value: float = math.nan
-    """what was compared with the threshold: a cosine, z or a probability (hek.accept)"""
-    threshold: float = math.nan
-    reason: str = ""
+__all__ = ["HEK", "Experience", "HEKConfig", "refuse_evaluation_questions"]
 
 
 @dataclass(frozen=True)
@@ -137,7 +119,7 @@ class HEK:
     @classmethod
     def empty(cls) -> "HEK":
         """No experience at all; answers every call with nothing, so callers need no special case."""
-        return cls((), None)
+        return cls((), None, settings={"version": -1})
 
     @classmethod
     def load(cls, folder: str | Path, encoder: Encoder, cfg: HEKConfig | None = None) -> "HEK":
@@ -177,7 +159,7 @@ class HEK:
         for i, key in enumerate(keys):
             hidden = self._hidden[level].get(exclude[i], set()) if exclude and self.cfg.exclude_self else set()
             rows = (key, cosines[i], values[i])
-            found.append(_hits(judge, *rows, hidden, top_k, include_rejected) if key.any() else [])
+            found.append(best_hits(judge, *rows, hidden, top_k, include_rejected) if key.any() else [])
         return found
 
     def strategy_block(
@@ -237,6 +219,11 @@ class HEK:
 
     def __len__(self) -> int:
         return len(self.by_id)
+
+    @property
+    def version(self) -> int:
+        """0 for a store as it was built, one more for each refresh that was accepted, -1 for `empty`."""
+        return int(self.settings.get("version", 0))
 
     def _judge(self, level: int, mode: str) -> Judge:
         """What decides at this level; with zscore calibrated now."""
@@ -315,20 +302,6 @@ class HEK:
         return self.encoder.encode(list(texts), "query")
 
 
-def fill(hits: Sequence[Hit], count_tokens: Callable[[str], int], budget: int, cut: bool = False) -> Block:
-    """Lines in rank order while they fit, each once, passing over those that do not; `cut` shortens the first."""
-    lines: list[str] = []
-    ids: list[str] = []
-    for hit in hits:
-        line = hit.experience.line()
-        while cut and not lines and count_tokens(line) > budget and " " in line:
-            line = line.rsplit(" ", 1)[0]
-        if line not in ("-", *lines) and count_tokens("\n".join([*lines, line])) <= budget:
-            lines.append(line)
-            ids.append(hit.experience.id)
-    return "\n".join(lines), tuple(ids)
-
-
 def refuse_evaluation_questions(hek: HEK, samples: Sequence[Sample]) -> None:
     """ConfigError if an entry stems from one of `samples`, by id or by the words of the question."""
     sources = {pair for entry in hek.by_id.values() for pair in entry.qa_groups}
@@ -341,31 +314,6 @@ def refuse_evaluation_questions(hek: HEK, samples: Sequence[Sample]) -> None:
             f"the HEK was distilled from {len(seen)} of the {len(samples)} evaluation questions, first {first.id!r} "
             f"(same {how}); evaluate on other questions, or build the HEK without them"
         )
-
-
-def _hits(
-    judge: Judge,
-    key: np.ndarray,
-    cosines: np.ndarray,
-    values: np.ndarray,
-    hidden: Collection[int],
-    top_k: int,
-    include_rejected: bool,
-) -> list[Hit]:
-    """The first `top_k` of the entries by rank that are accepted (or of all)."""
-    decide, hits = judge.verdicts(key, cosines, values, hidden), []
-    for seen, j in enumerate(ranked(values, top_k + len(hidden) + GATED)):
-        if len(hits) == top_k or (judge.gate and seen == GATED + len(hidden) and not include_rejected):
-            break
-        if j in hidden:
-            continue
-        verdict = decide(j)
-        if verdict.accepted or include_rejected:
-            entry, told = judge.entries[j], (verdict.accepted, verdict.value, verdict.threshold, verdict.reason)
-            hits.append(Hit(entry, float(cosines[j]), *told))
-        elif verdict.far:
-            break
-    return hits
 
 
 def _distinct_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:

@@ -27,7 +27,8 @@ import numpy as np
 from hiexp.config import ConfigError, load, read_yaml
 from hiexp.encoder import EncoderConfig, load_encoder
 from hiexp.experience import LEVELS, Experience, read_store
-from hiexp.hek import HEK, HEKConfig, Hit
+from hiexp.hek import HEK, HEKConfig
+from hiexp.hits import Hit
 from hiexp.report import write_page
 from hiexp.report_views import experience_tree
 

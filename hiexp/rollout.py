@@ -24,7 +24,8 @@ from hiexp.background import Background, Inline, Runner, one_thread
 from hiexp.config import ConfigError
 from hiexp.data import Sample
 from hiexp.engine import Completion, Engine, Sampling, decode, with_bos
-from hiexp.hek import HEK, Hit, fill
+from hiexp.hek import HEK
+from hiexp.hits import Hit, fill
 from hiexp.protocols import Action, AgentProtocol, Pieces
 from hiexp.sampling import derive_seed
 from hiexp.search import SearchBackend
@@ -104,6 +105,7 @@ def run_rollouts(
     progress: Callable[[int], Any] | None = None,
     *,
     first: int = 0,
+    hinted: Sequence[bool] | None = None,
     metrics: dict[str, float] | None = None,
     search_runner: Runner | None = None,
 ) -> list[Trajectory]:
@@ -116,11 +118,13 @@ def run_rollouts(
     progress: called with the number of trajectories that ended since its last call.
     first: position of samples[0] among all questions of the step. Seeds derive from (seed, position, member, turn), so
         the ranks that share a step's questions sample what one rank alone would.
+    hinted: per sample, whether its group gets experience at all; None = every group does. Whole groups, because within
+        one the attempts without experience would fare worse than their siblings and be trained against.
     metrics: "time/search" is raised by the seconds of searching, "time/search_wait" by those the engine stood still.
     search_runner: instead of the thread, or of the call between two steps.
     """
     run = _Run(engine, tokenizer, protocol, search, hek, cfg, seed)
-    rows = run.open(samples, first)
+    rows = run.open(samples, [True] * len(samples) if hinted is None else hinted, first)
     try:
         overlapped = engine.streams and search_runner is None
         with one_thread("search") if overlapped else nullcontext(search_runner or Inline()) as runner:
@@ -170,6 +174,8 @@ class _Row:
     sample: Sample
     trajectory: Trajectory
     prompt_length: int
+    hinted: bool
+    """whether it may be shown experience"""
     malformed: int = 0
     searches: int = 0
     queries: set[str] = field(default_factory=set)
@@ -204,22 +210,26 @@ class _Run:
         self.cfg, self.seed = cfg, seed
         self._encoded: dict[tuple[bool, str], tuple[int, ...]] = {}
 
-    def open(self, samples: Sequence[Sample], first: int) -> list[_Row]:
+    def open(self, samples: Sequence[Sample], hinted: Sequence[bool], first: int) -> list[_Row]:
         """Plan each question once and open its group."""
-        questions, ids = [sample.question for sample in samples], [sample.id for sample in samples]
         plans: list[tuple[str, tuple[str, ...]]] = [("", ())] * len(samples)
-        if self.cfg.strategy_level and samples:
+        asked = [i for i, sample in enumerate(samples) if hinted[i]] if self.cfg.strategy_level else []
+        if asked:
+            questions, ids = [samples[i].question for i in asked], [samples[i].id for i in asked]
             level, budget = self.cfg.strategy_level, self.cfg.strategy_tokens
-            plans = self.hek.strategy_block(questions, ids, level, self._count, budget)
+            for i, plan in zip(asked, self.hek.strategy_block(questions, ids, level, self._count, budget), strict=True):
+                plans[i] = plan
         rows = []
-        for i, (sample, (strategy, shown)) in enumerate(zip(samples, plans, strict=True)):
+        for i, (sample, with_hints, (strategy, shown)) in enumerate(zip(samples, hinted, plans, strict=True)):
+            hek_version = self.hek.version if with_hints else -1
             prompt = self._segments(self.protocol.prompt(sample.question, strategy, self.tokenizer))
             prompt[0] = Segment(prompt[0].source, with_bos(self.tokenizer, prompt[0].token_ids))
             for member in range(self.cfg.group_size):
-                trajectory = Trajectory(sample.id, member, self.engine.version, shown)
+                trajectory = Trajectory(sample.id, member, self.engine.version, shown, hek_version)
                 for segment in prompt:
                     trajectory.append(segment)
-                rows.append(_Row((first + i, member), sample, trajectory, trajectory.num_tokens, shown=set(shown)))
+                start = (trajectory, trajectory.num_tokens, with_hints)
+                rows.append(_Row((first + i, member), sample, *start, shown=set(shown)))
         return rows
 
     def submit(self, row: _Row) -> None:
@@ -265,11 +275,13 @@ class _Run:
     def _look_up(self, rows: list[_Row], queries: list[str]) -> list[_Found]:
         results = _checked(self.search.search(queries, self.cfg.top_k), queries)
         cases: list[list[Hit]] = [[] for _ in rows]
-        if self.cfg.use_cases:
-            keys = queries
+        asked = [i for i, row in enumerate(rows) if row.hinted] if self.cfg.use_cases else []
+        if asked:
+            keys, ids = [queries[i] for i in asked], [rows[i].sample.id for i in asked]
             if self.cfg.case_key == "question_query":
-                keys = [f"{row.sample.question} {query}" for row, query in zip(rows, queries, strict=True)]
-            cases = self.hek.cases(keys, [row.sample.id for row in rows], [row.shown for row in rows])
+                keys = [f"{rows[i].sample.question} {key}" for i, key in zip(asked, keys, strict=True)]
+            for i, hits in zip(asked, self.hek.cases(keys, ids, [rows[i].shown for i in asked]), strict=True):
+                cases[i] = hits
         return list(zip(results, cases, strict=True))
 
     def observe(self, rows: list[_Row], found: list[_Found]) -> None:

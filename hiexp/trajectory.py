@@ -85,6 +85,8 @@ class Trajectory:
     policy_version: int = 0
     strategies: tuple[str, ...] = ()
     """ids of the level-2 or level-3 experiences in the prompt"""
+    hek_version: int = -1
+    """of the store whose experience it could be shown (0 = as built, then one more each refresh); -1 = none"""
     segments: list[Segment] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     status: Status = Status.RUNNING
@@ -142,6 +144,7 @@ class Trajectory:
             "member": self.member,
             "policy_version": self.policy_version,
             "strategies": list(self.strategies),
+            "hek_version": self.hek_version,
             "segments": [[s.source.value, list(s.token_ids), list(s.logprobs)] for s in self.segments],
             "turns": [_turn_to_json(turn) for turn in self.turns],
             "status": self.status.value,
@@ -156,6 +159,7 @@ class Trajectory:
             member=record["member"],
             policy_version=record["policy_version"],
             strategies=tuple(record["strategies"]),
+            hek_version=record.get("hek_version", -1),
             segments=[Segment(Source(s), tuple(ids), tuple(lp)) for s, ids, lp in record["segments"]],
             turns=[_turn_from_json(turn) for turn in record["turns"]],
             status=Status(record["status"]),

@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]
 MODULES = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "hiexp").glob("*.py")}
 
 AGENT = """
-protocols encoder search experience acceptance hek rewards engine vllm_engine vllm_weights rollout sampling kv_cache
-background
+protocols encoder search experience acceptance hits hek rewards engine vllm_engine vllm_weights rollout sampling
+kv_cache background
 """
 OPTIMISATION = """
 advantages loss fused attention lora batching model fsdp trainer step_metrics shards checkpoint
@@ -25,7 +25,7 @@ LAYERS = dict(
 redact config trajectory distributed advantages
 protocols metrics data encoder tracking resume run_log watch paired loss fused attention lora speed sampling kv_cache \
 background charts reply_parser journal api_client lab_world components
-engine vllm_engine vllm_weights search experience acceptance hek rewards batching model clustering \
+engine vllm_engine vllm_weights search experience acceptance hits hek rewards batching model clustering \
 hek_prompts hek_filters
 rollout step_metrics trainer fsdp shards checkpoint hek_report reflector run_panel demonstrations
 hek_build evaluation report report_views convert lab_teacher

@@ -147,7 +147,7 @@ def test_bug_35_fault_18_the_gradients_of_all_ranks_add_up_to_that_of_one(packed
     wanted = gradient(model, rows, packed, 0, 1)
     for world in (2, 3, 8):
         parts = [gradient(model, rows, packed, rank, world) for rank in range(world)]
-        torch.testing.assert_close(torch.stack(parts).sum(0), wanted, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(torch.stack(parts).sum(0), wanted, rtol=1e-5, atol=5e-7)
         assert world < 8 or any((part == 0).all() for part in parts)
 
 

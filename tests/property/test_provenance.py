@@ -15,7 +15,8 @@ from support import ScriptedEngine, build_ambiguous_tokenizer
 
 from hiexp.data import Sample
 from hiexp.engine import Completion
-from hiexp.hek import HEK, Hit
+from hiexp.hek import HEK
+from hiexp.hits import Hit
 from hiexp.protocols import PROTOCOLS
 from hiexp.rollout import RolloutConfig, run_rollouts
 from hiexp.trajectory import Document, Source, Status, Trajectory

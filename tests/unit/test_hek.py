@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from hiexp.config import ConfigError
 from hiexp.encoder import HashEncoder, unit_rows
-from hiexp.hek import HEK, Experience, HEKConfig, fill
+from hiexp.hek import HEK, Experience, HEKConfig
+from hiexp.hits import fill
 
 
 class TableEncoder:

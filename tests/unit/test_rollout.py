@@ -12,7 +12,8 @@ from tokenizers import processors
 from hiexp.config import ConfigError
 from hiexp.data import Sample
 from hiexp.engine import Completion, TorchEngine
-from hiexp.hek import HEK, Experience, HEKConfig, Hit
+from hiexp.hek import HEK, Experience, HEKConfig
+from hiexp.hits import Hit
 from hiexp.protocols import PROTOCOLS
 from hiexp.rollout import (
     LIMIT,
