@@ -20,7 +20,7 @@ from hiexp.evaluation import Decoding, describe_setting, evaluate, to_markdown, 
 from hiexp.hek import HEK, refuse_evaluation_questions
 from hiexp.report import write_report
 from hiexp.rewards import score
-from hiexp.search import corpus_hash
+from hiexp.search import corpus_of
 from hiexp.tracking import finish_run, open_run_folder, write_trajectories
 
 SHOWN = 12
@@ -34,7 +34,7 @@ def main(cfg: Config) -> None:
     out = open_run_folder(cfg.out, cfg)
     start_engine(agent, cfg, *engine_only(cfg))
 
-    corpus = corpus_hash(cfg.search.corpus) if cfg.search.corpus else "none"
+    corpus = corpus_of(cfg.search)
     stores = {"hek_off": HEK.empty()} | ({"hek_on": agent.hek} if cfg.hek.path else {})
     results, settings, shown = {}, {}, {}
     for name, hek in stores.items():

@@ -151,7 +151,7 @@ class Client:
     def __init__(self, cfg: WriterConfig) -> None:
         self.cfg = cfg
         self.where = f"{redact(cfg.url)} (model {cfg.model})"
-        self._key = _read_key(cfg.api_key_env) if cfg.api_key_env else ""
+        self._key = read_key(cfg.api_key_env) if cfg.api_key_env else ""
         self._opener = urllib.request.build_opener(_NoRedirect)
         self._jitter = random.Random()  # spreads pauses: of no result
 
@@ -210,7 +210,7 @@ class Client:
             said = ""
         told = self._hide(f"HTTP {error.code} {said}".strip())
         if error.code in TRANSIENT or error.code >= 500:
-            return Failed(told, _retry_after(error.headers.get("Retry-After")))
+            return Failed(told, retry_after(error.headers.get("Retry-After")))
         if error.code in PER_PROMPT:
             return Refused(told)
         key = f", the key in {self.cfg.api_key_env}" if self.cfg.api_key_env else " and api_key_env"
@@ -309,12 +309,13 @@ class ApiWriter:
         return reply
 
 
-def _read_key(variable: str) -> str:
+def read_key(variable: str, setting: str = "api_key_env") -> str:
+    """The secret in an environment variable that `setting` names; ConfigError where there is none."""
     key = os.environ.get(variable, "").strip()
     if not key:
-        raise ConfigError(f"api_key_env={variable}: that environment variable is not set; export it")
+        raise ConfigError(f"{setting}={variable}: that environment variable is not set; export it")
     if not key.isascii() or not key.isprintable():
-        raise ConfigError(f"api_key_env={variable}: its value holds characters that no key has; export it again")
+        raise ConfigError(f"{setting}={variable}: its value holds characters that no key has; export it again")
     return key
 
 
@@ -331,7 +332,7 @@ def _read_all(response: Any, deadline: float) -> bytes:
     return b"".join(parts)
 
 
-def _retry_after(value: str | None) -> float:
+def retry_after(value: str | None) -> float:
     """Seconds of a Retry-After header: a number or a date; 0 for none, or none that can be read."""
     if not value:
         return 0.0

@@ -31,7 +31,9 @@ from hiexp.rewards import RewardConfig
 from hiexp.rollout import RolloutConfig, run_rollouts
 from hiexp.run_log import LogConfig
 from hiexp.sampling import Sampling
-from hiexp.search import SearchBackend, SearchConfig, open_search
+from hiexp.search import NEEDS_ENCODER, open_search
+from hiexp.search_cache import remembering
+from hiexp.search_types import SearchBackend, SearchConfig
 from hiexp.tracking import progress
 from hiexp.trainer import OptimConfig
 from hiexp.trajectory import Trajectory
@@ -192,12 +194,13 @@ def open_agent(cfg: Config) -> Agent:
     protocol = PROTOCOLS[cfg.rollout.protocol]
     tokenizer = load_tokenizer(cfg.model.path)
     protocol.prompt("?", "?", tokenizer)  # a chat template that does not fit is told now
-    needs_encoder = bool(cfg.hek.path or cfg.search.backend == "dense")
+    needs_encoder = bool(cfg.hek.path or cfg.search.backend in NEEDS_ENCODER)
     encoder = load_encoder(cfg.encoder) if needs_encoder else None
     hek = HEK.load(cfg.hek.path, encoder, cfg.hek) if cfg.hek.path and encoder else HEK.empty()
     if cfg.hek.path and (level := cfg.rollout.strategy_level) and not hek.levels[level]:
         raise ConfigError(f"HEK {cfg.hek.path} has no entry of rollout.strategy_level={level}; set 0 or another level")
-    return Agent(cfg.rollout, tokenizer, protocol, open_search(cfg.search, encoder), encoder, hek)
+    search = remembering(open_search(cfg.search, encoder), cfg.search)
+    return Agent(cfg.rollout, tokenizer, protocol, search, encoder, hek)
 
 
 def open_samples(cfg: DataConfig, split: str) -> list[Sample]:

@@ -1,4 +1,4 @@
-"""Samples and passages, the files they come from, and the order in which training draws them.
+"""Samples, the files they come from, and the order in which training draws them.
 
 A data file is JSON lines or one JSON list, told apart by content, never by suffix. A dataset that names its
 fields differently needs its names in the key tuples below; one with nested records is converted first
@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from hiexp.config import ConfigError
-from hiexp.trajectory import Document
 
 QUESTION_KEYS = ("question", "Question", "question_text", "problem")
 GOLD_KEYS = ("answers", "golden_answers", "answer", "Answer", "final_answer", "ground_truth")
@@ -77,22 +76,6 @@ def write_samples(path: str | Path, samples: Iterable[Sample]) -> None:
         if part.is_file():
             part.unlink()
         raise ConfigError(f"cannot write {target}: {error}; choose a writable folder with space") from error
-
-
-def read_passages(path: str | Path) -> list[tuple[str, Document]]:
-    """The (id, passage) pairs of a corpus of {id, title, text} records, in file order; ids are unique."""
-    passages: list[tuple[str, Document]] = []
-    lines: dict[str, str] = {}
-    for where, record in records(path):
-        key = _text(record.get("id"))
-        title, text = record.get("title", ""), record.get("text")
-        if not key or not isinstance(title, str) or not isinstance(text, str) or not text.strip():
-            raise DataError(f"{where}: passage {key!r} needs an id, a text and (if any) a title, as strings")
-        if key in lines:
-            raise DataError(f"{where}: id {key!r} was already used at {lines[key]}; ids must be unique")
-        lines[key] = where
-        passages.append((key, Document(title.strip(), text.strip())))
-    return passages
 
 
 def subset(samples: Sequence[Sample], n: int, seed: int) -> list[Sample]:

@@ -7,6 +7,7 @@ A new encoder is a class with `fingerprint`, `dim` and `encode`, and a line in E
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,15 @@ WORD = r"(?u)\b\w+\b"  # scikit-learn's default pattern drops words of one chara
 PREFIXES: dict[str, dict[str, str]] = {
     "none": {"query": "", "passage": ""},
     "e5": {"query": "query: ", "passage": "passage: "},
+    "e5_instruct": {
+        "query": "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery: ",
+        "passage": "",
+    },
 }
+OWN = "model"
+"""the prefixes that the model's own config_sentence_transformers.json names"""
+E5_PREFIXES = re.compile(r"[\"'`]query: .*[\"'`]passage: ", re.DOTALL)
+E5_NAME = re.compile(r"(?:^|[-_/])e5(?:$|[-_])", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -34,11 +43,11 @@ class EncoderConfig:
     path: str = ""
     """local folder of the sentence encoder, or JSON file of the tfidf one"""
     prefix: str = "none"
-    """none, or e5 ("query: " and "passage: "); never guessed from the folder's name"""
+    """none, e5 ("query: ", "passage: "), e5_instruct, or model (what its files name); the model's files must agree"""
 
     def __post_init__(self) -> None:
         lookup(ENCODERS, self.kind, "encoder.kind")
-        lookup(PREFIXES, self.prefix, "encoder.prefix")
+        lookup({**PREFIXES, OWN: {}}, self.prefix, "encoder.prefix")
         if self.kind != "sentence" and self.prefix != "none":
             raise ConfigError(f"encoder.prefix={self.prefix} is for kind=sentence; set it to none for {self.kind}")
 
@@ -126,8 +135,15 @@ class SentenceEncoder:
             raise ConfigError(
                 f"encoder.path={str(path)!r} is not a sentence-transformers folder (no config.json in it)"
             )
-        self._prefix = lookup(PREFIXES, prefix, "encoder.prefix")
+        self.prefix, self._prefix = prefix, _prefixes(folder, prefix)
         self._model = _sentence_transformer(folder)
+        pooling = (getattr(module, "pooling_mode", None) for module in self._model)
+        self.pooling = next((str(mode) for mode in pooling if mode), "none")
+        if prefix == "e5" and self.pooling != "mean":
+            raise ConfigError(
+                f"encoder.prefix=e5, but the model in {folder} pools by {self.pooling}; e5 models are averaged over "
+                "tokens: correct 1_Pooling/config.json there, or set the prefix of the model that it is"
+            )
         self.dim = int(self._model.encode(["x"], prompt="", show_progress_bar=False).shape[1])
         self.fingerprint = f"sentence:{prefix}:{_folder_digest(folder)}"
 
@@ -144,6 +160,12 @@ class SentenceEncoder:
 def load_encoder(cfg: EncoderConfig) -> Encoder:
     """The encoder that the settings name; ConfigError when its files or package are missing."""
     return lookup(ENCODERS, cfg.kind, "encoder.kind")(cfg)
+
+
+def describe_encoder(encoder: Encoder) -> dict[str, str]:
+    """What a store of vectors says of their encoder: its fingerprint, and prefixes and pooling by name."""
+    names = {name: str(getattr(encoder, name, "none")) for name in ("prefix", "pooling")}
+    return {"encoder": encoder.fingerprint} | names
 
 
 def add_prefix(text: str, prefix: str) -> str:
@@ -191,6 +213,50 @@ def _sentence_transformer(folder: Path) -> Any:
     except (OSError, ValueError) as error:
         first = " ".join(str(error).split())[:200]
         raise ConfigError(f"encoder.path={folder} cannot be loaded by sentence-transformers: {first}") from error
+
+
+def _prefixes(folder: Path, prefix: str) -> dict[str, str]:
+    """The text in front of queries and passages; ConfigError where the model's own files say that it is another."""
+    own = _own_prefixes(folder)
+    if prefix == OWN:
+        if not any(own.values()):
+            raise ConfigError(f"encoder.prefix=model, but {folder}/config_sentence_transformers.json names no prompts")
+        return own
+    chosen, needed = lookup(PREFIXES, prefix, "encoder.prefix"), _e5_prefix(folder)
+    if needed and prefix != needed:
+        raise ConfigError(f"encoder.path={folder} is an e5 model by its own files; set encoder.prefix={needed}")
+    if any(own.values()) and own != chosen:
+        raise ConfigError(f"encoder.prefix={prefix} is not what {folder} was trained with ({own}); set it to model")
+    return chosen
+
+
+def _own_prefixes(folder: Path) -> dict[str, str]:
+    """What the model's files put in front; empty texts where they say nothing."""
+    prompts = _json(folder / "config_sentence_transformers.json").get("prompts") or {}
+    passage = prompts.get("passage") or prompts.get("document") or ""
+    return {"query": prompts.get("query") or "", "passage": passage}
+
+
+def _e5_prefix(folder: Path) -> str:
+    """The prefix mode that an e5 model needs, told by its model card or configuration; "" for other models.
+
+    The folder's name tells nothing: it is whoever copied the model who chose it.
+    """
+    card = folder / "README.md"
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    names = [str(_json(folder / "config.json").get("_name_or_path") or "")]
+    names += re.findall(r"^\s*-?\s*(?:name|base_model):\s*(\S+)", text, re.MULTILINE)
+    if any(E5_NAME.search(name) for name in names):
+        return "e5_instruct" if any("instruct" in name for name in names) else "e5"
+    return "e5" if E5_PREFIXES.search(text) else ""
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def _folder_digest(folder: Path, edge: int = 1 << 20) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from hiexp.config import ConfigError
 from hiexp.metrics import boxes
+from hiexp.observations import neutralise
 from hiexp.trajectory import Document, Source
 
 Pieces = list[tuple[Source, str]]
@@ -67,17 +68,9 @@ class _Span(NamedTuple):
     content: str
 
 
-_CONTROL = re.compile("<([|\uff5c])|([|\uff5c])>")  # also the full-width bar of some vocabularies
-_TAG = re.compile(r"<(\s*/?\s*[A-Za-z_][\w-]*\s*/?\s*)>")
 _THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
 _SLOT = "[[STRATEGY SLOT]]"
 _CHATML_REPLY = "<|im_start|>assistant\n"
-
-
-def neutralise(text: str) -> str:
-    """Text from outside with tags and chat control tokens inert but readable: `<search>` becomes `[search]`."""
-    text = _CONTROL.sub(lambda found: f"({found[1]}" if found[1] else f"{found[2]})", text)
-    return _TAG.sub(r"[\1]", text)
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,11 @@ from hiexp.data import Sample
 from hiexp.engine import Completion, Engine, Sampling, decode, with_bos
 from hiexp.hek import HEK
 from hiexp.hits import Hit, fill
+from hiexp.observations import count_marks, cut, different
 from hiexp.protocols import Action, AgentProtocol, Pieces
 from hiexp.sampling import derive_seed
-from hiexp.search import SearchBackend
+from hiexp.search_cache import add_counters, checked, counters
+from hiexp.search_types import SearchBackend
 from hiexp.trajectory import Document, Segment, Source, Status, Trajectory, Turn
 
 # plain words, so that a word-level tokenizer can know them all
@@ -120,10 +122,11 @@ def run_rollouts(
         the ranks that share a step's questions sample what one rank alone would.
     hinted: per sample, whether its group gets experience at all; None = every group does. Whole groups, because within
         one the attempts without experience would fare worse than their siblings and be trained against.
-    metrics: "time/search" is raised by the seconds of searching, "time/search_wait" by those the engine stood still.
+    metrics: "time/search" is raised by the seconds of searching, "time/search_wait" by those the engine stood still,
+        "search/neutralised" by the tags and control tokens found in documents; what the backend counts is added.
     search_runner: instead of the thread, or of the call between two steps.
     """
-    run = _Run(engine, tokenizer, protocol, search, hek, cfg, seed)
+    run, before = _Run(engine, tokenizer, protocol, search, hek, cfg, seed), counters(search)
     rows = run.open(samples, [True] * len(samples) if hinted is None else hinted, first)
     try:
         overlapped = engine.streams and search_runner is None
@@ -133,8 +136,10 @@ def run_rollouts(
     finally:
         engine.forget([row.key for row in rows])
     if metrics is not None:
-        for name, seconds in (("time/search", searches.worked), ("time/search_wait", searches.waited)):
-            metrics[name] = metrics.get(name, 0.0) + seconds
+        times = {"time/search": searches.worked, "time/search_wait": searches.waited}
+        for name, value in (times | {"search/neutralised": run.neutralised}).items():
+            metrics[name] = metrics.get(name, 0.0) + value
+        add_counters(metrics, search, before)
     return [row.trajectory for row in rows]
 
 
@@ -208,7 +213,8 @@ class _Run:
     ) -> None:
         self.engine, self.tokenizer, self.protocol, self.search, self.hek = engine, tokenizer, protocol, search, hek
         self.cfg, self.seed = cfg, seed
-        self._encoded: dict[tuple[bool, str], tuple[int, ...]] = {}
+        self._encoded: dict[tuple[bool, int, str], tuple[int, ...]] = {}
+        self.neutralised = 0
 
     def open(self, samples: Sequence[Sample], hinted: Sequence[bool], first: int) -> list[_Row]:
         """Plan each question once and open its group."""
@@ -273,7 +279,7 @@ class _Run:
             raise
 
     def _look_up(self, rows: list[_Row], queries: list[str]) -> list[_Found]:
-        results = _checked(self.search.search(queries, self.cfg.top_k), queries)
+        results = checked(self.search.search(queries, self.cfg.top_k), queries)
         cases: list[list[Hit]] = [[] for _ in rows]
         asked = [i for i, row in enumerate(rows) if row.hinted] if self.cfg.use_cases else []
         if asked:
@@ -290,10 +296,10 @@ class _Run:
             row.searches += 1
             row.queries.add(normalise_query(row.action.text))
             most = CHARACTERS_PER_TOKEN * self.cfg.max_document_tokens
-            cut = [Document(document.title[:most], document.text[:most]) for document in documents]
-            different = tuple(dict.fromkeys(cut))  # a passage that is indexed twice is shown once
+            shown = different(Document(document.title[:most], document.text[:most]) for document in documents)
+            self.neutralised += sum(count_marks(f"{document.title} {document.text}") for document in shown)
             case, case_ids = fill(hits, self._count, self.cfg.case_tokens, cut=True)
-            self._reply(row, different, case, case_ids, "" if different else NOTHING_FOUND)
+            self._reply(row, shown, case, case_ids, "" if shown else NOTHING_FOUND)
 
     def _status(self, row: _Row, finish: str) -> Status:
         row.malformed += row.action.kind == "malformed"
@@ -350,33 +356,27 @@ class _Run:
     def _segments(self, pieces: Pieces) -> list[Segment]:
         segments = []
         for source, text in pieces:
-            ids = self._encode(text, source in (Source.DOCUMENT, Source.EXPERIENCE))
-            if source is Source.DOCUMENT:
-                ids = ids[: self.cfg.max_document_tokens]
+            most = self.cfg.max_document_tokens if source is Source.DOCUMENT else 0
+            ids = self._encode(text, source in (Source.DOCUMENT, Source.EXPERIENCE), most)
             if ids:
                 segments.append(Segment(source, ids))
         return segments
 
-    def _encode(self, text: str, from_outside: bool) -> tuple[int, ...]:
-        key = (from_outside, text)
+    def _encode(self, text: str, from_outside: bool, most: int = 0) -> tuple[int, ...]:
+        """Ids of a text, or of its beginning where it has more than `most` (0 = all)."""
+        encode = lambda part: tuple(  # noqa: E731
+            self.tokenizer(part, add_special_tokens=False, split_special_tokens=from_outside)["input_ids"]
+        )
+        key = (from_outside, most, text)
         if key not in self._encoded:
-            encoded = self.tokenizer(text, add_special_tokens=False, split_special_tokens=from_outside)
-            self._encoded[key] = tuple(encoded["input_ids"])
+            ids = encode(text)
+            if most and len(ids) > most:
+                ids = encode(cut(text, most, lambda part: len(encode(part))))[:most]
+            self._encoded[key] = ids
         return self._encoded[key]
 
     def _count(self, text: str) -> int:
         return len(self._encode(text, True))
-
-
-def _checked(results: Any, queries: list[str]) -> list[list[Document]]:
-    """What a backend returned; ValueError where it does not fit, as evidence for another query must not pass."""
-    if not isinstance(results, list) or len(results) != len(queries):
-        what = f"{len(results)} results" if isinstance(results, list) else f"{str(results)[:80]!r}"
-        raise ValueError(f"search returned {what} for {len(queries)} queries")
-    for query, found in zip(queries, results, strict=True):
-        if not isinstance(found, list) or not all(isinstance(document, Document) for document in found):
-            raise ValueError(f"search returned {str(found)[:80]!r} for {query!r}; a list of documents is needed")
-    return results
 
 
 def normalise_query(query: str) -> str:

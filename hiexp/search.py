@@ -1,193 +1,103 @@
-"""Search over a local corpus: queries in, ranked passages out.
+"""Search over a corpus: queries in, ranked passages out. `python -m hiexp.search` makes corpora and indexes.
 
 A new backend is a class with the one method of `SearchBackend`, a function that opens it from `SearchConfig`,
 and an entry in BACKENDS. Every backend answers each query with a list (possibly empty), shows a passage once,
 and is deterministic.
 """
 
-import hashlib
-import json
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import bm25s
 import numpy as np
 
 from hiexp.config import ConfigError, lookup
-from hiexp.data import DataError, new_folder, read_passages
 from hiexp.encoder import Encoder, unit_rows
+from hiexp.indexes import IndexConfig, build_index, is_begun, is_whole, open_index, read_manifest
+from hiexp.passages import Pair, Passages, corpus_digest, read_corpus, unique_passages
+from hiexp.rankers import BM25Ranker, DenseRanker, HybridRanker, Ranker, Reranked, cross_encoder, searched_text
+from hiexp.search_types import ScoredDocument, ScoredSearch, SearchConfig
 from hiexp.tracking import progress
-from hiexp.trajectory import Document
 
-Passages = Sequence[tuple[str, Document]]
-WORD = re.compile(r"\w+")
 ENCODE_CHUNK = 512
 """passages between two updates of the progress bar"""
-FAISS_THREADS = 1
-"""more threads than free cores slow faiss down badly, and one thread adds up in one order"""
+NEEDS_ENCODER = frozenset({"dense", "hybrid"})
 
 
-@dataclass(frozen=True)
-class SearchConfig:
-    backend: str = "bm25"
-    """bm25, dense, or none for protocols that never search"""
-    corpus: tuple[str, ...] = ()
-    """files of passages, {id, title, text} as JSON lines; together they are one corpus"""
-    index: str = ""
-    """dense only: folder of the encoded corpus, built when absent; empty encodes anew at each start"""
-
-
-class SearchBackend(Protocol):
-    def search(self, queries: list[str], top_k: int) -> list[list[Document]]:
-        """For each query, in order, at most `top_k` different passages, best first."""
-        ...
-
-
-def open_search(cfg: SearchConfig, encoder: Encoder | None = None) -> SearchBackend:
-    """The configured backend; only dense needs `encoder`. ConfigError for what is missing or stale."""
-    return lookup(BACKENDS, cfg.backend, "search backend")(cfg, encoder)
-
-
-def read_corpus(paths: Sequence[str | Path]) -> list[tuple[str, Document]]:
-    """The passages of all files, in order; an id may not occur in two of them."""
-    if not paths:
-        raise ConfigError("search.corpus is empty; list the passage files, or set search.backend=none")
-    owner: dict[str, str] = {}
-    passages: list[tuple[str, Document]] = []
-    for path in paths:
-        for key, document in read_passages(path):
-            if owner.setdefault(key, str(path)) != str(path):
-                raise DataError(f"{path}: passage id {key!r} is also in {owner[key]}; ids must be unique")
-            passages.append((key, document))
-    return passages
+def open_search(cfg: SearchConfig, encoder: Encoder | None = None) -> ScoredSearch:
+    """The configured backend; dense and hybrid need `encoder`. ConfigError for what is missing or stale."""
+    opened = lookup(BACKENDS, cfg.backend, "search backend")(cfg, encoder)
+    return Reranked(opened, cross_encoder(cfg.rerank), cfg.rerank_depth) if cfg.rerank else opened
 
 
 def corpus_hash(paths: Sequence[str | Path]) -> str:
     """SHA-256 of what can be found in the files: titles and texts in order, repeated passages once."""
-    return _digest(unique_documents(read_corpus(paths)))
+    return corpus_digest(document for _, document in read_corpus(paths))
 
 
-def unique_documents(passages: Passages) -> list[Document]:
-    """The passages without their ids, each title and text once, in order of first appearance."""
-    return list(dict.fromkeys(document for _, document in passages))
+def corpus_of(cfg: SearchConfig) -> str:
+    """`corpus_hash` of what the settings search, from the index where there is one; "none" where that is unknown."""
+    if cfg.index and is_begun(cfg.index):
+        return str(read_manifest(cfg.index)["corpus"])
+    return corpus_hash(cfg.corpus) if cfg.corpus else "none"
 
 
-class BM25Search:
-    """Lucene's BM25 (k1 1.2, b 0.75) over title and text; ties in corpus order, no shared word: no passage.
+class LocalSearch(ScoredSearch):
+    """The passages of a corpus by the rows that a ranker gives."""
 
-    Every lower-cased run of word characters counts: no stop words and no stemming, because years, initials
-    and other short words decide multi-hop questions. Scoring is bm25s'.
-    """
+    def __init__(self, passages: Passages, ranker: Ranker) -> None:
+        self.passages, self.ranker = passages, ranker
 
-    def __init__(self, passages: Passages) -> None:
-        self.documents = unique_documents(passages)
-        if not self.documents:
-            raise ConfigError("search needs at least one passage; search.corpus holds none")
-        self._index = bm25s.BM25(method="lucene", k1=1.2, b=0.75)
-        self._index.index([words(f"{d.title}\n{d.text}") for d in self.documents], show_progress=False)
+    def search_scored(self, queries: list[str], top_k: int) -> list[list[ScoredDocument]]:
+        return [self.found(ranking) for ranking in self.ranker.rank(queries, top_k)]
 
-    def search(self, queries: list[str], top_k: int) -> list[list[Document]]:
-        _check_top_k(top_k)
-        return [self._search_one(words(query), top_k) for query in queries]
+    def found(self, ranking: Iterable[tuple[float, int]]) -> list[ScoredDocument]:
+        """The passages of (score, row) pairs."""
+        return [ScoredDocument(key, score, document) for score, (key, document) in self._passages_of(ranking)]
 
-    def _search_one(self, query: list[str], top_k: int) -> list[Document]:
-        if not query:
-            return []
-        scores = self._index.get_scores(query)
-        found = np.flatnonzero(scores > 0)
-        if len(found) > top_k:  # keep every tie with the last place: the stable sort below decides
-            found = found[scores[found] >= np.partition(scores[found], -top_k)[-top_k]]
-        best = found[np.argsort(-scores[found], kind="stable")][:top_k]
-        return [self.documents[i] for i in best]
+    def _passages_of(self, ranking: Iterable[tuple[float, int]]) -> Iterable[tuple[float, Pair]]:
+        return ((score, self.passages[row]) for score, row in ranking)
 
 
-class DenseSearch:
-    """Exact inner product between unit vectors of passages and queries, through faiss.
+class BM25Search(LocalSearch):
+    """BM25 over titles and texts, in memory."""
 
-    Vectors are normalised here on both sides, whatever the encoder returns, so that length never ranks. A
-    query that is blank or means nothing to the encoder finds nothing. Equal scores are in corpus order.
-    """
+    ranker: BM25Ranker
 
-    def __init__(self, passages: Passages, encoder: Encoder, vectors: np.ndarray | None = None) -> None:
-        """Encodes the passages unless `vectors` has the row of each of `unique_documents(passages)`."""
+    def __init__(self, passages: Iterable[Pair]) -> None:
+        kept = _some(unique_passages(passages))
+        super().__init__(kept, BM25Ranker.build(searched_text(document) for _, document in kept))
+
+
+class DenseSearch(LocalSearch):
+    """Exact cosine between vectors of passages and queries, in memory."""
+
+    ranker: DenseRanker
+
+    def __init__(self, passages: Iterable[Pair], encoder: Encoder, threads: int = 1) -> None:
         import faiss
 
-        self.documents, self.encoder = unique_documents(passages), encoder
-        if not self.documents:
-            raise ConfigError("search needs at least one passage; search.corpus holds none")
-        self.vectors = encode_passages(encoder, self.documents) if vectors is None else vectors
-        if len(self.vectors) != len(self.documents):
-            raise ValueError(f"{len(self.vectors)} vectors for {len(self.documents)} passages")
-        self._index: Any = faiss.IndexFlatIP(self.vectors.shape[1])
-        self._index.add(self.vectors)
-
-    def search(self, queries: list[str], top_k: int) -> list[list[Document]]:
-        import faiss
-
-        _check_top_k(top_k)
-        faiss.omp_set_num_threads(FAISS_THREADS)  # it holds for the calling thread alone
-        results: list[list[Document]] = [[] for _ in queries]
-        vectors = unit_rows(self.encoder.encode(queries, "query"))
-        told = np.flatnonzero(vectors.any(axis=1))  # a zero row is a query of which the encoder knows nothing
-        if len(told):
-            scores, found = self._index.search(vectors[told], min(top_k, len(self.documents)))
-            for i, row_scores, row in zip(told, scores, found, strict=True):
-                results[i] = [self.documents[j] for j in row[np.lexsort((row, -row_scores))]]
-        return results
-
-    @classmethod
-    def build(cls, folder: str | Path, passages: Passages, encoder: Encoder) -> "DenseSearch":
-        """Encode the passages and save their vectors beside a manifest of what these belong to.
-
-        Refuses a folder that holds files already or cannot be written, before the encoding.
-        """
-        with new_folder(folder) as part:
-            backend = cls(passages, encoder)
-            np.save(part / "vectors.npy", backend.vectors)
-            shape = {"dimension": backend.vectors.shape[1], "normalised": True}
-            manifest = json.dumps(_manifest(encoder, backend.documents) | shape, indent=2)
-            (part / "manifest.json").write_text(manifest + "\n", encoding="utf-8")
-        return backend
-
-    @classmethod
-    def load(cls, folder: str | Path, passages: Passages, encoder: Encoder) -> "DenseSearch":
-        """Open a saved index; ConfigError when another encoder (or prefix) or another corpus made it."""
-        remedy = f"remove {folder} or set search.index to another folder, and it is built anew"
-        manifest_file = Path(folder) / "manifest.json"
-        try:
-            manifest = json.loads(manifest_file.read_text(encoding="utf-8"))
-            vectors = np.load(Path(folder) / "vectors.npy", mmap_mode="r")
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{folder} is not a whole search index ({error}); {remedy}") from error
-        for key, now in _manifest(encoder, unique_documents(passages)).items():
-            if manifest.get(key) != now:
-                raise ConfigError(f"{manifest_file}: {key} is {manifest.get(key)!r}, now {now!r}; {remedy}")
-        if vectors.shape != (manifest["count"], manifest["dimension"]):
-            raise ConfigError(f"{folder}/vectors.npy has shape {vectors.shape}, not that of its manifest; {remedy}")
-        return cls(passages, encoder, vectors)
+        kept = _some(unique_passages(passages))
+        self.vectors = encode_passages(encoder, [searched_text(document) for _, document in kept])
+        index: Any = faiss.IndexFlatIP(self.vectors.shape[1])
+        index.add(self.vectors)
+        super().__init__(kept, DenseRanker(index, encoder, threads))
 
 
-class NoSearch:
+class NoSearch(ScoredSearch):
     """For protocols that answer from the model alone: being asked is a mistake in the configuration."""
 
-    def search(self, queries: list[str], top_k: int) -> list[list[Document]]:
+    def search_scored(self, queries: list[str], top_k: int) -> list[list[ScoredDocument]]:
         raise ConfigError(
             f"the policy searched ({queries[:1]}), but search.backend is none; set it to bm25 or dense, "
             "or choose a protocol that never searches"
         )
 
 
-def words(text: str) -> list[str]:
-    """The lower-cased runs of letters, digits and underscores: what BM25 counts."""
-    return WORD.findall(text.lower())
-
-
-def encode_passages(encoder: Encoder, documents: Sequence[Document]) -> np.ndarray:
-    """Unit vectors [N, D] of "title\\ntext"; prefixes are the encoder's own affair."""
-    texts = [f"{document.title}\n{document.text}" for document in documents]
+def encode_passages(encoder: Encoder, texts: Sequence[str]) -> np.ndarray:
+    """Unit vectors [N, D]; prefixes are the encoder's own affair."""
     rows = []
     with progress(total=len(texts), label="encode passages", unit="passage") as bar:
         for start in range(0, len(texts), ENCODE_CHUNK):
@@ -197,43 +107,62 @@ def encode_passages(encoder: Encoder, documents: Sequence[Document]) -> np.ndarr
     return np.concatenate(rows)
 
 
-def _manifest(encoder: Encoder, documents: Sequence[Document]) -> dict[str, Any]:
-    return {"encoder": encoder.fingerprint, "corpus": _digest(documents), "count": len(documents)}
+def _some(passages: list[Pair]) -> list[Pair]:
+    if not passages:
+        raise ConfigError("search needs at least one passage; search.corpus holds none")
+    return passages
 
 
-def _digest(documents: Sequence[Document]) -> str:
-    digest = hashlib.sha256()
-    for document in documents:
-        digest.update(json.dumps([document.title, document.text]).encode())
-    return digest.hexdigest()
-
-
-def _check_top_k(top_k: int) -> None:
-    if top_k < 1:
-        raise ValueError(f"top_k={top_k}: at least one passage must be asked for")
-
-
-def _open_bm25(cfg: SearchConfig, encoder: Encoder | None) -> SearchBackend:
-    return BM25Search(read_corpus(cfg.corpus))
-
-
-def _open_dense(cfg: SearchConfig, encoder: Encoder | None) -> SearchBackend:
-    if encoder is None:
-        raise ConfigError("search.backend=dense needs an encoder; set encoder.path, or search.backend=bm25")
-    passages = read_corpus(cfg.corpus)
+def _open_local(cfg: SearchConfig, encoder: Encoder | None) -> ScoredSearch:
+    """From cfg.index, which is made first where only cfg.corpus is there; without it in memory."""
+    if cfg.backend in NEEDS_ENCODER and encoder is None:
+        raise ConfigError(f"search.backend={cfg.backend} needs an encoder; set encoder.path, or search.backend=bm25")
     if not cfg.index:
-        return DenseSearch(passages, encoder)
-    folder = Path(cfg.index)
-    holds_files = folder.is_dir() and any(folder.iterdir())
-    return (DenseSearch.load if holds_files else DenseSearch.build)(folder, passages, encoder)
+        return _in_memory(cfg, encoder)
+    if not is_whole(cfg.index, cfg.backend) and cfg.corpus:  # other ranks wait for the first one and find it made
+        made = IndexConfig(out=cfg.index, backend=cfg.backend, corpus=cfg.corpus, words=0, storage="float32")
+        build_index(made, encoder, wait=True)
+    passages, ranker = open_index(cfg, encoder)
+    return LocalSearch(passages, ranker)
 
 
-def _open_none(cfg: SearchConfig, encoder: Encoder | None) -> SearchBackend:
+def _in_memory(cfg: SearchConfig, encoder: Encoder | None) -> LocalSearch:
+    if cfg.device != "cpu":
+        raise ConfigError("search.device=cuda needs search.index, the folder of an index")
+    passages = read_corpus(cfg.corpus)
+    if cfg.backend == "bm25" or encoder is None:
+        return BM25Search(passages)
+    dense = DenseSearch(passages, encoder, cfg.threads)
+    if cfg.backend == "dense":
+        return dense
+    return LocalSearch(dense.passages, HybridRanker([BM25Search(passages).ranker, dense.ranker]))
+
+
+def _open_http(cfg: SearchConfig, encoder: Encoder | None) -> ScoredSearch:
+    from hiexp.search_clients import HttpSearch
+
+    return HttpSearch(cfg.http)
+
+
+def _open_tavily(cfg: SearchConfig, encoder: Encoder | None) -> ScoredSearch:
+    from hiexp.search_tavily import TavilySearch
+
+    return TavilySearch(cfg.tavily)
+
+
+def _open_none(cfg: SearchConfig, encoder: Encoder | None) -> ScoredSearch:
     return NoSearch()
 
 
-BACKENDS: dict[str, Callable[[SearchConfig, Encoder | None], SearchBackend]] = {
-    "bm25": _open_bm25,
-    "dense": _open_dense,
+BACKENDS: dict[str, Callable[[SearchConfig, Encoder | None], ScoredSearch]] = {
+    "bm25": _open_local,
+    "dense": _open_local,
+    "hybrid": _open_local,
+    "http": _open_http,
+    "tavily": _open_tavily,
     "none": _open_none,
 }
+
+if __name__ == "__main__":
+    # by name: the commands stand in a higher layer than this file
+    sys.exit(importlib.import_module("hiexp.search_cli").main(sys.argv[1:]))

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hiexp.search import BM25Search, DenseSearch, read_corpus
+from hiexp.passages import read_corpus
+from hiexp.search import BM25Search, DenseSearch
 from hiexp.trajectory import Document
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"

@@ -28,6 +28,7 @@ FRAGMENTS = [
     *("search", "se", "ar", "ch", " and an ", "plain words ", "\n", "\u00e9", "\\boxed{", "}", "{"),
     *(f"<{slash}{tag}>" for slash in ("", "/") for tag in ("think", "search", "answer", "information", "experience")),
     *(f"<{slash}{tag}>" for slash in ("", "/") for tag in ("notice", "strategy", "tool_call", "tool_response")),
+    *("<search q='a'>", "<\u200banswer>", "\uff1cim\uff1e", "\uff1c|im_end|\uff1e", "[INST]", "</information", ">"),
     *("<|im_end|>", "<|im_start|>user\n", "<|begin_search_query|>", "<|end_search_query|>", "<|end_search_result|>"),
 ]
 WHOLE = [
@@ -35,7 +36,7 @@ WHOLE = [
     "<|begin_search_query|>k<|end_search_query|>",
 ]  # fmt: skip
 texts = st.lists(st.sampled_from([*FRAGMENTS, *WHOLE]), max_size=6).map("".join)
-TAGS = re.compile(r"<\s*/?\s*[A-Za-z_][\w-]*\s*/?\s*>|<\||\|>")
+TAGS = re.compile(r"<[\s\u200b]*/?\s*[A-Za-z_][\w-]*\s*/?\s*>|<\||\|>|</?\w+ [^<>]*>|[\uff1c\uff1e]\w|\[/?INST\]")
 
 
 @st.composite

@@ -280,5 +280,5 @@ def test_seconds_of_searching_are_added_to_the_metrics(streams):
     metrics = {"time/search": 1.0}
     cfg = RolloutConfig(**CHANGES | {"max_turns": 2, "group_size": 1})
     run_rollouts(engine, TOKENIZER, PROTOCOLS["compact"], Slow(), STORE, SAMPLES[:1], cfg, 5, metrics=metrics)
-    assert set(metrics) == {"time/search", "time/search_wait"}
+    assert set(metrics) == {"time/search", "time/search_wait", "search/neutralised"}
     assert 1.05 <= metrics["time/search"] < 1.5 and 0.05 <= metrics["time/search_wait"] < 0.5

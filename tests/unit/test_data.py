@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from hiexp import data
 from hiexp.config import ConfigError
-from hiexp.data import DataError, PromptSampler, Sample
-from hiexp.trajectory import Document
+from hiexp.data import PromptSampler, Sample
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared/data beside the repository")
@@ -127,7 +126,7 @@ def test_missing_file_suggests_the_nearest_name(tmp_path):
     with pytest.raises(ConfigError, match=r"no such file: .*trian.jsonl; did you mean .*train\.jsonl"):
         data.read_samples(tmp_path / "trian.jsonl")
     with pytest.raises(ConfigError, match="there is no folder"):
-        data.read_passages(tmp_path / "nowhere" / "train.jsonl")
+        data.read_samples(tmp_path / "nowhere" / "train.jsonl")
     with pytest.raises(ConfigError, match="its path is empty"):
         data.read_samples("")
     with pytest.raises(ConfigError, match="is a folder"):
@@ -166,16 +165,6 @@ def test_a_failed_write_keeps_the_old_file(tmp_path):
     assert data.read_samples(path) == samples(2)
     with pytest.raises(ConfigError, match="cannot write"):
         data.write_samples(path / "below-a-file.jsonl", samples(1))
-
-
-def test_passages(tmp_path):
-    path = write(tmp_path, lines({"id": "p1", "title": " T ", "text": " x "}, {"id": 2, "text": "y"}))
-    assert data.read_passages(path) == [("p1", Document("T", "x")), ("2", Document("", "y"))]
-    for bad in ({"id": "p", "title": "t", "text": ""}, {"id": "p", "text": 3}, {"title": "t", "text": "x"}):
-        with pytest.raises(DataError, match=r"file\.jsonl:1: passage"):
-            data.read_passages(write(tmp_path, lines(bad)))
-    with pytest.raises(DataError, match=r"file\.jsonl:2: id 'p' was already used"):
-        data.read_passages(write(tmp_path, lines(*[{"id": "p", "text": "x"}] * 2)))
 
 
 @settings(deadline=None, max_examples=100)
@@ -293,8 +282,7 @@ def test_real_files_are_read_whole():
 
 
 @needs_shared
-def test_real_corpora_and_overlap():
-    assert len(data.read_passages(SHARED / "corpora/hotpotqa_dev_paras.jsonl")) == 6640
+def test_real_overlap():
     train = data.read_samples(SHARED / "train/hotpotqa_train_paras_100.jsonl")
     dev = data.read_samples(SHARED / "qa/hotpotqa_dev_paras.jsonl")
     assert data.shared_questions(train, dev) == []

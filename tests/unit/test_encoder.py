@@ -181,3 +181,85 @@ def test_fingerprint_follows_the_weights_not_the_place(minilm, tmp_path):
     assert _folder_digest(tmp_path / "a") == _folder_digest(tmp_path / "b")
     (tmp_path / "b" / "model.safetensors").write_bytes(b"x" * ((3 << 20) - 1) + b"y")
     assert _folder_digest(tmp_path / "a") != _folder_digest(tmp_path / "b")
+
+
+def tiny_e5(folder: Path, pooling: str = "mean", card: str = "", name: str = "", prompts: dict | None = None) -> Path:
+    """A random BERT as a sentence-transformers folder, with the model card and names that are given."""
+    import torch
+    import transformers
+
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "query", "passage", ":", "city", "band", "who"]
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    tokenizer = transformers.BertTokenizerFast(vocab={word: i for i, word in enumerate(words)})
+    transformers.BertModel(transformers.BertConfig(vocab_size=len(words), **shape)).save_pretrained(folder / "raw")
+    tokenizer.save_pretrained(folder / "raw")
+    transformer = sentence_transformers.models.Transformer(str(folder / "raw"))
+    pool = sentence_transformers.models.Pooling(16, pooling_mode=pooling)
+    sentence_transformers.SentenceTransformer(modules=[transformer, pool], device="cpu").save(str(folder / "m"))
+    model = folder / "m"
+    (model / "README.md").write_text(card)
+    for file, record in (
+        ("config.json", {"_name_or_path": name}),
+        ("config_sentence_transformers.json", {"prompts": prompts or {}}),
+    ):
+        known = json.loads((model / file).read_text())
+        (model / file).write_text(json.dumps(known | record))
+    return model
+
+
+E5_CARD = 'Each input text should start with "query: " or "passage: ", even for non-English texts.'
+
+
+@pytest.mark.parametrize(
+    "marks",
+    [
+        {"card": E5_CARD},
+        {"card": "---\nmodel-index:\n- name: multilingual-e5-base\n---\n"},
+        {"card": "---\nbase_model: intfloat/e5-large-v2\n---\n"},
+        {"name": "intfloat/multilingual-e5-base"},
+    ],
+)
+def test_B47_an_e5_model_is_known_by_its_files_and_takes_no_other_prefix(tmp_path, marks):
+    folder = tiny_e5(tmp_path, **marks)  # in a folder whose name tells nothing
+    for wrong in ("none", "e5_instruct"):
+        with pytest.raises(ConfigError, match=r"is an e5 model by its own files; set encoder\.prefix=e5"):
+            SentenceEncoder(folder, wrong)
+    encoder = SentenceEncoder(folder, "e5")
+    assert (encoder.prefix, encoder.pooling) == ("e5", "mean")
+    np.testing.assert_allclose(encoder.encode(["city"], "query")[0], mean_pooled(folder, "query: city"), atol=2e-6)
+    np.testing.assert_allclose(encoder.encode(["city"], "passage")[0], mean_pooled(folder, "passage: city"), atol=2e-6)
+
+
+def test_B47_an_e5_model_that_is_pooled_otherwise_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="pools by cls; e5 models are averaged"):
+        SentenceEncoder(tiny_e5(tmp_path, "cls", E5_CARD), "e5")
+
+
+def test_B47_instructed_e5_models_have_a_prefix_of_their_own(tmp_path):
+    folder = tiny_e5(tmp_path, name="intfloat/multilingual-e5-large-instruct")
+    with pytest.raises(ConfigError, match=r"set encoder\.prefix=e5_instruct"):
+        SentenceEncoder(folder, "e5")
+    encoder = SentenceEncoder(folder, "e5_instruct")
+    query = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery: city"
+    np.testing.assert_allclose(encoder.encode(["city"], "query")[0], mean_pooled(folder, query), atol=2e-6)
+    np.testing.assert_allclose(encoder.encode(["city"], "passage")[0], mean_pooled(folder, "city"), atol=2e-6)
+
+
+def test_B47_prompts_that_a_model_names_are_used_or_no_other_is(tmp_path):
+    folder = tiny_e5(tmp_path, prompts={"query": "who : ", "document": "band : "})
+    for wrong in ("none", "e5"):
+        with pytest.raises(ConfigError, match="set it to model"):
+            SentenceEncoder(folder, wrong)
+    encoder = load_encoder(EncoderConfig("sentence", str(folder), "model"))
+    np.testing.assert_allclose(encoder.encode(["city"], "query")[0], mean_pooled(folder, "who : city"), atol=2e-6)
+    np.testing.assert_allclose(encoder.encode(["city"], "passage")[0], mean_pooled(folder, "band : city"), atol=2e-6)
+    (tmp_path / "plain").mkdir()
+    with pytest.raises(ConfigError, match="names no prompts"):
+        SentenceEncoder(tiny_e5(tmp_path / "plain"), "model")
+
+
+def test_other_models_are_not_taken_for_e5(tmp_path):
+    folder = tiny_e5(tmp_path, card="It answers a query: who? Not like e5.", name="someone/sentence-e50")
+    assert SentenceEncoder(folder).prefix == "none"

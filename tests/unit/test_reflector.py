@@ -152,7 +152,7 @@ def test_retry_after_is_honoured(how):
     [(None, 0), ("", 0), ("x", 0), ("-5", 0), ("nan", 0), ("3", 3), ("inf", 600), ("Mon, 99 Foo", 0)],
 )
 def test_retry_after_is_bounded(value, seconds):
-    assert api_client._retry_after(value) == seconds
+    assert api_client.retry_after(value) == seconds
 
 
 def test_pauses_double_with_jitter_and_are_bounded(monkeypatch):

@@ -10,7 +10,9 @@ import pytest
 from hiexp import search
 from hiexp.config import ConfigError
 from hiexp.encoder import HashEncoder
-from hiexp.search import BM25Search, DenseSearch, NoSearch, SearchConfig, open_search
+from hiexp.passages import read_corpus
+from hiexp.search import BM25Search, DenseSearch, NoSearch, open_search
+from hiexp.search_types import SearchConfig
 from hiexp.trajectory import Document
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,84 +121,37 @@ def corpus_file(folder: Path, name: str, *records: tuple[str, str, str]) -> str:
     return str(path)
 
 
-def test_index_is_built_once_and_then_loaded(tmp_path):
-    corpus = corpus_file(
-        tmp_path, "c.jsonl", ("1", "Oslo", "capital"), ("2", "Bergen", "city"), ("3", "Oslo", "capital")
-    )
-    cfg = SearchConfig("dense", (corpus,), str(tmp_path / "deep" / "index"))
-    built = open_search(cfg, HashEncoder())
+class Counting(HashEncoder):
+    def __init__(self, dim: int = 1024) -> None:
+        super().__init__(dim)
+        self.kinds: list[str] = []
 
-    class Counting(HashEncoder):
-        kinds: list[str] = []  # noqa: RUF012
+    def encode(self, texts, kind):
+        self.kinds.append(kind)
+        return super().encode(texts, kind)
 
-        def encode(self, texts, kind):
-            self.kinds.append(kind)
-            return super().encode(texts, kind)
 
-    loaded = open_search(cfg, Counting())
-    assert loaded.search(["capital", "city"], 2) == built.search(["capital", "city"], 2)
-    assert Counting.kinds == ["query"]
+@pytest.mark.parametrize("backend", ["bm25", "dense", "hybrid"])
+def test_an_index_is_made_of_the_corpus_once_and_then_opened(tmp_path, backend):
+    rows = ("1", "Oslo", "capital"), ("2", "Bergen", "city"), ("3", "Oslo", "capital")
+    corpus = corpus_file(tmp_path, "c.jsonl", *rows)
+    cfg = SearchConfig(backend, (corpus,), str(tmp_path / "deep" / "index"))
+    made = open_search(cfg, HashEncoder())
+    encoder = Counting()
+    opened = open_search(cfg, encoder)
+    in_memory = open_search(SearchConfig(backend, (corpus,)), HashEncoder())
+    for queries in (["capital", "city"], ["", "city"]):
+        found = opened.search_scored(queries, 2)
+        assert found == made.search_scored(queries, 2) == in_memory.search_scored(queries, 2)
+        assert [[hit.document for hit in row] for row in found] == opened.search(queries, 2)
+    assert found[1][0].id == "2" and set(encoder.kinds) <= {"query"}
     manifest = json.loads((tmp_path / "deep" / "index" / "manifest.json").read_text())
-    assert manifest == {
-        "encoder": HashEncoder().fingerprint,
-        "corpus": search.corpus_hash([corpus]),
-        "count": 2,
-        "dimension": 1024,
-        "normalised": True,
-    }
-    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["index"]
-
-
-def test_saved_index_equals_a_fresh_one(tmp_path):
-    corpus = passages("alpha beta", "beta gamma", "gamma delta")
-    DenseSearch.build(tmp_path / "i", corpus, HashEncoder())
-    loaded = DenseSearch.load(tmp_path / "i", corpus, HashEncoder())
-    assert np.array_equal(loaded.vectors, DenseSearch(corpus, HashEncoder()).vectors)
-    with pytest.raises(ConfigError, match="already exists"):
-        DenseSearch.build(tmp_path / "i", corpus, HashEncoder())
-
-
-def test_B47_an_index_of_another_encoder_or_corpus_is_refused_and_left(tmp_path):
-    corpus = passages("alpha beta", "beta gamma")
-    folder = tmp_path / "i"
-    DenseSearch.build(folder, corpus, HashEncoder())
-    before = (folder / "vectors.npy").read_bytes()
-    with pytest.raises(ConfigError, match=r"manifest.json: encoder is 'hash:none:1024', now 'hash:none:64'; remove"):
-        DenseSearch.load(folder, corpus, HashEncoder(64))
-    for other in (passages("alpha beta", "beta"), corpus[::-1], [*corpus, ("9", Document("", "new"))]):
-        with pytest.raises(ConfigError, match=r"manifest\.json: corpus is"):
-            DenseSearch.load(folder, other, HashEncoder())
-    assert (folder / "vectors.npy").read_bytes() == before
-
-
-@pytest.mark.parametrize("damage", ["cut", "no_vectors", "no_manifest", "bad_manifest", "rows"])
-def test_a_damaged_index_is_refused_in_one_line(tmp_path, damage):
-    corpus = passages("alpha beta", "beta gamma")
-    folder = tmp_path / "i"
-    DenseSearch.build(folder, corpus, HashEncoder())
-    vectors, manifest = folder / "vectors.npy", folder / "manifest.json"
-    match damage:
-        case "cut":
-            vectors.write_bytes(vectors.read_bytes()[:-40])
-        case "rows":
-            np.save(vectors, np.zeros((1, 1024), np.float32))
-        case "no_vectors":
-            vectors.unlink()
-        case "no_manifest":
-            manifest.unlink()
-        case "bad_manifest":
-            manifest.write_text("{")
-    with pytest.raises(ConfigError, match=r"remove .* or set search\.index") as error:
-        DenseSearch.load(folder, corpus, HashEncoder())
-    assert "\n" not in str(error.value)
-
-
-def test_an_unwritable_index_place_is_known_before_encoding(tmp_path):
-    (tmp_path / "file").write_text("x")
-    encoder = TableEncoder({})
-    with pytest.raises(ConfigError, match="cannot write"):
-        DenseSearch.build(tmp_path / "file" / "index", passages("x"), encoder)
-    assert encoder.calls == []
+    assert manifest["corpus"] == search.corpus_hash([corpus]) == search.corpus_of(cfg)
+    assert (manifest["passages"], manifest["repeated"], manifest["records"], manifest["cut"]) == (2, 1, 3, 0)
+    Path(corpus).unlink()
+    assert (
+        open_search(SearchConfig(backend, index=cfg.index), HashEncoder()).search(["city"], 1)[0][0].title == "Bergen"
+    )
 
 
 def test_corpus_of_several_files(tmp_path):
@@ -206,8 +161,8 @@ def test_corpus_of_several_files(tmp_path):
     assert sorted(titles(backend.search(["capital"], 5))[0]) == ["Oslo", "Rome"]
     assert search.corpus_hash([one, two]) != search.corpus_hash([two, one]) != search.corpus_hash([one])
     clash = corpus_file(tmp_path, "3.jsonl", ("a", "Paris", "capital"))
-    with pytest.raises(ConfigError, match=r"3\.jsonl: passage id 'a' is also in .*1\.jsonl"):
-        search.read_corpus([one, clash])
+    with pytest.raises(ConfigError, match=r"3\.jsonl:1: passage id 'a' is also in .*1\.jsonl"):
+        read_corpus([one, clash])
 
 
 def test_misconfiguration_is_told_in_one_line(tmp_path):
@@ -226,6 +181,33 @@ def test_misconfiguration_is_told_in_one_line(tmp_path):
         DenseSearch([], HashEncoder())
 
 
+def test_reranking_is_opened_with_the_search(tmp_path, monkeypatch):
+    corpus = corpus_file(tmp_path, "c.jsonl", ("1", "Oslo", "city"), ("2", "Rome", "city of old"))
+    with pytest.raises(ConfigError, match=r"search\.rerank='.*' is not a cross-encoder"):
+        open_search(SearchConfig("bm25", (corpus,), rerank=str(tmp_path)))
+    monkeypatch.setattr(
+        search, "cross_encoder", lambda folder: lambda pairs: np.array([len(text) for _, text in pairs])
+    )
+    backend = open_search(SearchConfig("bm25", (corpus,), rerank="x", rerank_depth=2))
+    assert titles(backend.search(["city"], 1)) == [["Rome"]]
+    assert titles(open_search(SearchConfig("bm25", (corpus,))).search(["city"], 1)) == [["Oslo"]]
+
+
+def test_settings_of_search_are_checked_first(tmp_path):
+    corpus = corpus_file(tmp_path, "c.jsonl", ("1", "Oslo", "city"))
+    for changes, message in (
+        ({"device": "gpu"}, "must be cpu or cuda"),
+        ({"threads": 0}, r"search\.threads=0 must be at least 1"),
+        ({"breadth": -1}, r"search\.breadth=-1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            SearchConfig("bm25", (corpus,), **changes)
+    with pytest.raises(ConfigError, match=r"search\.index=|is not a search index"):
+        open_search(SearchConfig("bm25", index=str(tmp_path / "nowhere")))
+    with pytest.raises(ConfigError, match=r"needs search\.index"):
+        open_search(SearchConfig("dense", (corpus,), device="cuda"), HashEncoder())
+
+
 def test_no_search_refuses_to_be_asked():
     backend = open_search(SearchConfig("none"))
     assert isinstance(backend, NoSearch)
@@ -239,7 +221,7 @@ def test_bm25_does_not_depend_on_the_hash_seed_and_prints_nothing():
     queries = ["w1 w2 w3 w4 x", "y w0 w6"]
     here = [[document.text for document in row] for row in BM25Search(corpus).search(queries, 20)]
     code = (
-        "from hiexp.search import BM25Search, Document\n"
+        "from hiexp.search import BM25Search\nfrom hiexp.trajectory import Document\n"
         f"c = [(i, Document('', text)) for i, text in {[(i, d.text) for i, d in corpus]}]\n"
         f"print([[d.text for d in row] for row in BM25Search(c).search({queries}, 20)])"
     )
