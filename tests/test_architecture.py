@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]
 MODULES = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "hiexp").glob("*.py")}
 
 AGENT = """
-protocols encoder search experience acceptance hits hek rewards engine vllm_engine vllm_weights rollout sampling
-kv_cache background
+protocols encoder search experience effects acceptance hits hek languages rewards engine vllm_engine vllm_weights
+rollout sampling kv_cache background
 """
 OPTIMISATION = """
 advantages loss fused attention lora batching model fsdp trainer step_metrics shards checkpoint
@@ -24,13 +24,13 @@ LAYERS = dict(
         for line in """
 redact config trajectory distributed advantages
 protocols metrics data encoder tracking resume run_log watch paired loss fused attention lora speed sampling kv_cache \
-background charts reply_parser journal api_client lab_world components
-engine vllm_engine vllm_weights search experience acceptance hits hek rewards batching model clustering \
-hek_prompts hek_filters
+background charts reply_parser journal api_client lab_world lab_languages components
+engine vllm_engine vllm_weights search experience acceptance hits hek rewards batching model clustering languages \
+hek_prompts hek_filters effects dosage success agent_logs attempts
 rollout step_metrics trainer fsdp shards checkpoint hek_report reflector run_panel demonstrations
-hek_build evaluation report report_views convert lab_teacher
+hek_build hek_update evaluation report report_views convert lab_teacher hek_page
 browse hek_view assemble hek_stages lab_policy
-lab_demo sft
+lab_demo sft refresh uplift
 lab
 """.strip().splitlines()
     )
