@@ -11,13 +11,14 @@ the first attempt at each question in trajectories_<arm>.jsonl, and report.html.
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from hiexp.assemble import Agent, Config, engine_only, open_agent, open_samples, start_engine
 from hiexp.config import run_script
 from hiexp.data import Sample
 from hiexp.evaluation import Decoding, describe_setting, evaluate, to_markdown, write_results
-from hiexp.hek import HEK, refuse_evaluation_questions
+from hiexp.hek import HEK, HEKConfig, refuse_evaluation_questions
 from hiexp.report import write_report
 from hiexp.rewards import score
 from hiexp.search import corpus_of
@@ -74,8 +75,14 @@ def setting_of(
         decoding=decoding,
         seed=cfg.eval.seed,
         rollout=asdict(cfg.rollout),
-        thresholds={"case": cfg.hek.case_threshold, "strategy": cfg.hek.strategy_threshold},
+        thresholds=acceptance(cfg.hek),
     )
+
+
+def acceptance(cfg: HEKConfig) -> dict[str, Any]:
+    """What decides when an entry is shown; a gate by its content."""
+    keys = {name: value for name, value in asdict(cfg).items() if name != "path"}
+    return keys | ({"gate": Path(cfg.gate).read_text(encoding="utf-8")} if cfg.gate else {})
 
 
 if __name__ == "__main__":

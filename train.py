@@ -26,9 +26,13 @@ from hiexp.checkpoint import Checkpoints, save_policy
 from hiexp.config import ConfigError, run_script
 from hiexp.data import PromptSampler, Sample
 from hiexp.distributed import Context, close, init
+from hiexp.dosage import dose
+from hiexp.engine import Engine
 from hiexp.evaluation import EvalConfig, evaluate
-from hiexp.hek import refuse_evaluation_questions
+from hiexp.hek import HEK, refuse_evaluation_questions
+from hiexp.hek_stages import check_writers
 from hiexp.model import full_parameters
+from hiexp.refresh import ClosedLoop
 from hiexp.resume import StopRequested, StopSignal, folder_hash, rng_state, seed_everything
 from hiexp.rewards import rollout_metrics, score
 from hiexp.run_log import RunLog, rollout_histograms
@@ -49,18 +53,16 @@ def main(cfg: Config) -> int:
     dev = open_samples(cfg.data, "dev") if cfg.train.dev_every else []
     agent = open_agent(cfg)
     refuse_evaluation_questions(agent.hek, dev)
+    closed_loop = ClosedLoop(agent, cfg, samples, ctx)
     out = ctx.on_main(lambda: open_run_folder(cfg.out, cfg, resumable=True))
     policy, engine_copy, reference = load_models(cfg, bool(cfg.loss.kl_coef), ctx)
     optimizer = make_optimizer(policy, cfg.optim)
-    loop = Loop(PromptSampler(samples, cfg.seed), CollapseWatch(cfg.watch), folder_hash(cfg.hek.path))
+    sampler = PromptSampler(closed_loop.trained, cfg.seed)
+    loop = Loop(sampler, CollapseWatch(cfg.watch), closed_loop, folder_hash(cfg.hek.path))
     checkpoints = Checkpoints(out, cfg.checkpoint, ctx)
     start = loop.resume(checkpoints.load_latest(policy, optimizer), cfg)
     engine = start_engine(agent, cfg, policy, engine_copy, version=start)
-    if cfg.loss.mismatch != "none" and not engine.exact_logprobs:
-        sampling = f"rollout.temperature={cfg.rollout.temperature}, rollout.top_p={cfg.rollout.top_p}"
-        raise ConfigError(
-            f"loss.mismatch={cfg.loss.mismatch} needs exact log-probs; with {sampling} vLLM has none: set one to 1"
-        )
+    check_engine(cfg, engine)
     loss_cfg = replace(cfg.loss, constant_tokens=cfg.loss.constant_tokens or cfg.rollout.max_response_tokens)
 
     with RunLog(out, start - 1, ctx.is_main, cfg.log) as log, StopSignal() as stop:
@@ -73,7 +75,7 @@ def main(cfg: Config) -> int:
             if groups is None:  # told to stop: this step is dropped, and drawn again when the run goes on
                 checkpoints.save(step, policy, optimizer, *before)
                 break
-            trajectories, rewards = groups
+            trajectories, rewards, drawn = groups
             engine.sleep()
             with timed(metrics, "update"):
                 metrics |= update_policy(
@@ -85,6 +87,7 @@ def main(cfg: Config) -> int:
 
             metrics |= rollout_metrics(trajectories) | {"reward/mean": rewards.mean().item()}
             metrics |= speed(trajectories, metrics, time.perf_counter() - began, ctx)
+            metrics |= closed_loop.after_step(step, drawn)
             is_last = step + 1 == cfg.train.steps
             if cfg.train.dev_every and (is_last or (step + 1) % cfg.train.dev_every == 0):
                 metrics |= validate(agent, dev, cfg, ctx)
@@ -107,7 +110,7 @@ def main(cfg: Config) -> int:
     if not is_stopped:
         save_policy(policy, agent.tokenizer, out / "policy", ctx)
         if ctx.is_main:
-            finish_run(out, {"steps": cfg.train.steps, "hek": cfg.hek.path})
+            finish_run(out, {"steps": cfg.train.steps, "hek": closed_loop.path})
     engine.close()
     close(ctx)
     return stop.exit_code if is_stopped else 0
@@ -119,7 +122,9 @@ class Loop:
 
     sampler: PromptSampler
     watch: CollapseWatch
+    closed_loop: ClosedLoop
     hek_hash: str
+    """of the store that the run began with"""
     bad_steps: int = 0
     """steps in a row with a mini-batch whose loss or gradient was not finite"""
 
@@ -128,12 +133,14 @@ class Loop:
             "sampler": self.sampler.state_dict(),
             "watch": self.watch.state_dict(),
             "hek": self.hek_hash,
+            "closed_loop": self.closed_loop.state(),
             "bad_steps": self.bad_steps,
         }
 
     def resume(self, found: tuple[int, dict[str, Any]] | None, cfg: Config) -> int:
         """Take up a checkpoint, if there is one; returns the first step to do. ConfigError if the HEK changed since."""
         if found is None:
+            self.closed_loop.open()
             return 0
         step, state = found
         if state["hek"] != self.hek_hash and not cfg.resume_changed:
@@ -149,6 +156,7 @@ class Loop:
                 raise ConfigError(f"{error}; {remedy}") from None
             warnings.warn(f"{error}; questions are drawn anew from here on", stacklevel=2)
         self.watch.load_state_dict(state["watch"])
+        self.closed_loop.load_state(state["closed_loop"])
         self.bad_steps = state["bad_steps"]
         return step
 
@@ -176,23 +184,26 @@ def collect(
     step: int,
     metrics: dict[str, float],
     stop: StopSignal,
-) -> tuple[list[Trajectory], Tensor] | None:
-    """The trajectories of one step, from all ranks, and their rewards [N, G]; None if any rank was told to stop.
+) -> tuple[list[Trajectory], Tensor, list[Trajectory]] | None:
+    """The trajectories of one step, from all ranks, their rewards [N, G], and all that were drawn; None if any rank was
+    told to stop.
 
     Each rank answers a part of the questions. With train.refill, a group of equal rewards gives way to that of another
     question while there are rounds left (DAPO's dynamic sampling); where all are equal, the last ones are kept.
     """
     tensor_parallel, size = cfg.engine.tensor_parallel, cfg.rollout.group_size
+    given = dose(cfg.dosage, step, cfg.train.steps, cfg.refresh.control if cfg.refresh.every else 0.0)
+    budgets = given.budgets(cfg.rollout.strategy_tokens, cfg.rollout.case_tokens)
     kept: list[list[Trajectory]] = []
     fresh: list[list[Trajectory]] = []
-    drawn = 0
+    drawn: list[Trajectory] = []
     for attempt in range(cfg.train.refill + 1):
         prompts = sampler.next(cfg.train.prompts_per_step - len(kept))
-        drawn += len(prompts)
         first, last = ctx.share(len(prompts), tensor_parallel)
         seed = (cfg.seed * 1_000_003 + step) * 1_009 + attempt
+        more: dict[str, Any] = {"first": first, "hinted": given.hinted(prompts, cfg.seed, step)[first:last], **budgets}
         try:
-            mine = agent.rollout(prompts[first:last], seed, progress=stop.check, first=first, metrics=metrics)
+            mine = agent.rollout(prompts[first:last], seed, progress=stop.check, metrics=metrics, **more)
         except StopRequested:
             mine = None
         parts = ctx.gather(mine if mine is None or ctx.leads(tensor_parallel) else [], "rollout")
@@ -200,14 +211,15 @@ def collect(
             return None
         trajectories = [trajectory for part in parts for trajectory in part]
         score(trajectories, prompts, cfg.reward, size, cfg.rollout.max_response_tokens)
+        drawn += trajectories
         fresh = list(groups_of(trajectories, size))
         kept += [group for group in fresh if not cfg.train.refill or len({one.reward for one in group}) > 1]
         if len(kept) == cfg.train.prompts_per_step:
             break
-    metrics["group/drawn"] = float(drawn)
+    metrics["group/drawn"] = len(drawn) / size
     groups = kept or fresh
     rewards = torch.tensor([[one.reward for one in group] for group in groups])
-    return [one for group in groups for one in group], rewards
+    return [one for group in groups for one in group], rewards, drawn
 
 
 def speed(
@@ -219,8 +231,32 @@ def speed(
     return speed_metrics(metrics, seconds, 1e12 * metrics["optim/tflops"], trained, tokens, ctx.world_size, name)
 
 
+def check_engine(cfg: Config, engine: Engine) -> None:
+    """What only the engine that was started can tell."""
+    if cfg.loss.mismatch != "none" and not engine.exact_logprobs:
+        sampling = f"rollout.temperature={cfg.rollout.temperature}, rollout.top_p={cfg.rollout.top_p}"
+        raise ConfigError(
+            f"loss.mismatch={cfg.loss.mismatch} needs exact log-probs; with {sampling} vLLM has none: set one to 1"
+        )
+
+
+def check_refresh(cfg: Config) -> None:
+    """What a refresh of the HEK needs."""
+    if not cfg.refresh.every:
+        return
+    if not cfg.hek.path and cfg.hek.accept != "fixed":
+        raise ConfigError(f"hek.accept={cfg.hek.accept} is calibrated on a store; without hek.path set it to fixed")
+    if cfg.engine.tensor_parallel > 1 and not (cfg.build.reflector.url and cfg.build.abstractor.url):
+        raise ConfigError(
+            f"refresh.every={cfg.refresh.every}: rank 0 alone writes lessons, which engine.tensor_parallel="
+            f"{cfg.engine.tensor_parallel} does not allow; set build.reflector.url and build.abstractor.url"
+        )
+    check_writers(cfg)
+
+
 def check(cfg: Config, ctx: Context, num_samples: int) -> None:
     """What would make training pointless, told before any work."""
+    check_refresh(cfg)
     if cfg.rollout.temperature <= 0:
         raise ConfigError("rollout.temperature=0: greedy siblings are all alike and teach nothing; set it above 0")
     if cfg.train.refill and cfg.rollout.group_size == 1:
@@ -249,12 +285,17 @@ def check(cfg: Config, ctx: Context, num_samples: int) -> None:
 
 
 def validate(agent: Agent, dev: Sequence[Sample], cfg: Config, ctx: Context) -> dict[str, float]:
-    """Greedy scores on the dev questions, with the experience that training uses; every rank answers a part."""
+    """Greedy scores on the dev questions, with the experience of training (dev/...) and, if there is any, without
+    (dev_off/...); every rank answers a part.
+    """
     first, last = ctx.share(len(dev), cfg.engine.tensor_parallel)
-    mine = agent.rollout(dev[first:last], seed=0, first=first, group_size=1, temperature=0.0)
-    parts = ctx.gather(mine if ctx.leads(cfg.engine.tensor_parallel) else [], "validation")
-    scores = evaluate([one for part in parts for one in part], dev, EvalConfig()).overall.scores
-    return {f"dev/{name}": interval.mean for name, interval in scores.items()}
+    metrics: dict[str, float] = {}
+    for name, hek in {"dev": agent.hek, **({"dev_off": HEK.empty()} if len(agent.hek) else {})}.items():
+        mine = agent.rollout(dev[first:last], seed=0, hek=hek, first=first, group_size=1, temperature=0.0)
+        parts = ctx.gather(mine if ctx.leads(cfg.engine.tensor_parallel) else [], "validation")
+        scores = evaluate([one for part in parts for one in part], dev, EvalConfig()).overall.scores
+        metrics |= {f"{name}/{metric}": interval.mean for metric, interval in scores.items()}
+    return metrics
 
 
 if __name__ == "__main__":

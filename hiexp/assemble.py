@@ -17,12 +17,15 @@ from hiexp.config import ConfigError, lookup
 from hiexp.data import Sample, golds_in_questions, read_samples, shared_questions
 from hiexp.demonstrations import SFTConfig
 from hiexp.distributed import Context
+from hiexp.dosage import DosageConfig
+from hiexp.effects import UpliftConfig
 from hiexp.encoder import Encoder, EncoderConfig, load_encoder
 from hiexp.engine import Engine, EngineConfig
 from hiexp.evaluation import EvalConfig
 from hiexp.fsdp import ShardConfig, load_sharded
 from hiexp.hek import HEK, HEKConfig
 from hiexp.hek_build import BuildConfig
+from hiexp.hek_update import RefreshConfig
 from hiexp.lora import LoraConfig
 from hiexp.loss import LossConfig
 from hiexp.model import DTYPES, ModelConfig, full_parameters, load_causal_lm, load_tokenizer
@@ -104,6 +107,8 @@ class Config:
     search: SearchConfig = field(default_factory=SearchConfig)
     hek: HEKConfig = field(default_factory=HEKConfig)
     build: BuildConfig = field(default_factory=BuildConfig)
+    dosage: DosageConfig = field(default_factory=DosageConfig)
+    refresh: RefreshConfig = field(default_factory=RefreshConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -117,6 +122,7 @@ class Config:
     watch: WatchConfig = field(default_factory=WatchConfig)
     log: LogConfig = field(default_factory=LogConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    uplift: UpliftConfig = field(default_factory=UpliftConfig)
 
     def __post_init__(self) -> None:
         for name in ("seed", "threads"):
@@ -194,11 +200,18 @@ def open_agent(cfg: Config) -> Agent:
     protocol = PROTOCOLS[cfg.rollout.protocol]
     tokenizer = load_tokenizer(cfg.model.path)
     protocol.prompt("?", "?", tokenizer)  # a chat template that does not fit is told now
-    needs_encoder = bool(cfg.hek.path or cfg.search.backend in NEEDS_ENCODER)
+    needs_encoder = bool(cfg.hek.path or cfg.refresh.every or cfg.search.backend in NEEDS_ENCODER)
     encoder = load_encoder(cfg.encoder) if needs_encoder else None
-    hek = HEK.load(cfg.hek.path, encoder, cfg.hek) if cfg.hek.path and encoder else HEK.empty()
+    hek = HEK((), encoder, cfg.hek) if cfg.refresh.every else HEK.empty()
+    if cfg.hek.path and encoder:
+        hek = HEK.load(cfg.hek.path, encoder, cfg.hek)
     if cfg.hek.path and (level := cfg.rollout.strategy_level) and not hek.levels[level]:
         raise ConfigError(f"HEK {cfg.hek.path} has no entry of rollout.strategy_level={level}; set 0 or another level")
+    if cfg.hek.min_uplift is not None and not cfg.refresh.every and not any(one.on_count for one in hek.asked):
+        measured = f"nothing in HEK {cfg.hek.path!r} says how questions fare with it"
+        raise ConfigError(
+            f"hek.min_uplift={cfg.hek.min_uplift}, but {measured}; measure it with python -m hiexp.uplift"
+        )
     search = remembering(open_search(cfg.search, encoder), cfg.search)
     return Agent(cfg.rollout, tokenizer, protocol, search, encoder, hek)
 

@@ -13,7 +13,6 @@ are clustered is in components.py.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,13 +20,11 @@ from hiexp.components import GIANT, HEIGHTS, TILE, WHOLE, components, height, ne
 
 __all__ = [
     "HEIGHTS",
-    "Insertion",
     "assign",
     "calibrate_threshold",
     "centroids",
     "cluster",
     "height",
-    "insertion_due",
     "near_duplicates",
     "representatives",
 ]
@@ -152,34 +149,3 @@ def assign(
         fits = mean_cosine[np.arange(len(some)), best] >= threshold - 1e-6
         place[some[fits]] = best[fits]
     return place
-
-
-@dataclass(frozen=True)
-class Insertion:
-    """What is due after rows were assigned."""
-
-    stale: tuple[int, ...]
-    """groups of which a fifth or more are new members: abstract them again"""
-    new: tuple[tuple[int, ...], ...]
-    """rows that are pending and form clusters of their own: abstract them"""
-    rebuild: bool
-    """a fifth or more of all rows came later, and insertion neither merges nor splits groups: cluster again"""
-
-
-def insertion_due(
-    sizes: Sequence[int],  # [K] members of every group at the last clustering (or abstraction)
-    vectors: np.ndarray,  # [N, D] all rows that came since
-    placed: np.ndarray,  # [N] what `assign` said of them
-    threshold: float,
-    linkage: str = "average",
-    min_cluster: int = 2,
-) -> Insertion:
-    """Which groups are stale, which new ones the pending rows form, and whether to cluster everything again."""
-    added = np.bincount(placed[placed >= 0], minlength=len(sizes))
-    before = np.asarray(sizes, int)
-    stale = np.flatnonzero((added > 0) & (added >= CHANGED * (before + added)))
-    pending = np.flatnonzero(placed < 0)
-    groups = cluster(vectors[pending], threshold, linkage)
-    new = tuple(tuple(pending[group].tolist()) for group in groups if len(group) >= min_cluster)
-    rebuild = len(vectors) > 0 and len(vectors) >= CHANGED * (before.sum() + len(vectors))
-    return Insertion(tuple(stale.tolist()), new, bool(rebuild))

@@ -20,6 +20,10 @@ from hiexp.config import ConfigError, lookup
 
 Kind = Literal["query", "passage"]
 WORD = r"(?u)\b\w+\b"  # scikit-learn's default pattern drops words of one character
+UNSPACED = r"\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
+"""letters of scripts that put no space between words, for a class of a pattern"""
+PIECE = rf"(?u)[{UNSPACED}]|(?:(?![{UNSPACED}])\w)+"
+"""a word, or a letter where no space tells words apart; the same as WORD in text without such letters"""
 PREFIXES: dict[str, dict[str, str]] = {
     "none": {"query": "", "passage": ""},
     "e5": {"query": "query: ", "passage": "passage: "},
@@ -66,7 +70,8 @@ class Encoder(Protocol):
 class TfidfEncoder:
     """TF-IDF over words and word pairs of the texts it was fitted on; symmetric.
 
-    Words never seen in fitting vanish, so a question about new entities is compared by its wording alone.
+    Words never seen in fitting vanish, so a question about new entities is compared by its wording alone. In scripts
+    without spaces between words each letter is one.
     """
 
     def __init__(self, vocabulary: Sequence[str], idf: Sequence[float]) -> None:
@@ -74,15 +79,17 @@ class TfidfEncoder:
             raise ValueError(f"{len(vocabulary)} terms and {len(idf)} idf values; need as many, at least one")
         self.vocabulary, self.idf = list(vocabulary), [float(value) for value in idf]
         index = {term: i for i, term in enumerate(vocabulary)}
-        self._vectorizer = TfidfVectorizer(vocabulary=index, ngram_range=(1, 2), token_pattern=WORD)
+        self._vectorizer = TfidfVectorizer(vocabulary=index, ngram_range=(1, 2), token_pattern=PIECE)
         self._vectorizer.idf_ = np.asarray(self.idf)
         self.dim = len(vocabulary)
-        self.fingerprint = f"tfidf:none:{_digest(json.dumps([self.vocabulary, self.idf]).encode())}"
+        # earlier versions took a run of such letters for one word: their vectors are others
+        pattern = [PIECE] if re.search(f"[{UNSPACED}]", " ".join(self.vocabulary)) else []
+        self.fingerprint = f"tfidf:none:{_digest(json.dumps([self.vocabulary, self.idf, *pattern]).encode())}"
 
     @classmethod
     def fit(cls, texts: Sequence[str]) -> "TfidfEncoder":
         """Vocabulary and idf of `texts`."""
-        vectorizer = TfidfVectorizer(ngram_range=(1, 2), token_pattern=WORD)
+        vectorizer = TfidfVectorizer(ngram_range=(1, 2), token_pattern=PIECE)
         vectorizer.fit(texts)
         return cls([str(term) for term in vectorizer.get_feature_names_out()], vectorizer.idf_.tolist())
 

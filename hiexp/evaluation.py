@@ -187,7 +187,7 @@ def describe_setting(
     decoding: Decoding,
     seed: int,
     rollout: Mapping[str, Any],
-    thresholds: Mapping[str, float],
+    thresholds: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What a result depends on. `template` is a rendered prompt, `corpus` its hash, `encoder` names the retriever."""
     return {

@@ -2,6 +2,7 @@
 
     header.json                     encoder fingerprint, counts, the settings it was built with
     level1.jsonl level1.npy  ...    one record per line, and its embedding in the same row
+    questions.jsonl questions.npy   what is known of how the policy fares on questions, the same way (may be missing)
 
 Reading checks everything that could silently mix up records and rows; hek.py retrieves.
 """
@@ -11,7 +12,7 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,31 @@ class Experience:
         return frozenset(qid for qid, _ in self.qa_groups)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """How the policy fared on a question. A mean of no attempts is 0 and means nothing."""
+
+    id: str
+    question: str
+    off_reward: float = 0.0
+    """mean over the attempts without experience"""
+    off_count: int = 0
+    on_reward: float = 0.0
+    """mean over the attempts that could be shown experience"""
+    on_count: int = 0
+
+    def after(self, off: Sequence[float] = (), on: Sequence[float] = ()) -> "Asked":
+        """The record with the rewards of further attempts."""
+        counts = (self.off_count + len(off), self.on_count + len(on))
+        sums = (self.off_reward * self.off_count + sum(off), self.on_reward * self.on_count + sum(on))
+        means = [total / count if count else 0.0 for total, count in zip(sums, counts, strict=True)]
+        return Asked(self.id, self.question, means[0], counts[0], means[1], counts[1])
+
+    def faded(self) -> "Asked":
+        """The record with half of the attempts, as the policy has changed since."""
+        return dataclasses.replace(self, off_count=self.off_count // 2, on_count=self.on_count // 2)
+
+
 def check_lineage(entries: Sequence[Experience]) -> None:
     """ValueError unless ids are unique and every parent and child name each other, one level apart."""
     by_id = {entry.id: entry for entry in entries}
@@ -79,12 +105,27 @@ def check_lineage(entries: Sequence[Experience]) -> None:
             raise ValueError(f"{entry.id}: parent {entry.parent_id} is missing or does not name it as a child")
 
 
+def without(entries: Iterable[Experience], gone: Collection[str]) -> list[Experience]:
+    """The others, who no longer name the entries `gone`; what was abstracted from one keeps its sources."""
+    return [
+        dataclasses.replace(
+            entry,
+            child_ids=tuple(child for child in entry.child_ids if child not in gone),
+            parent_id=None if entry.parent_id in gone else entry.parent_id,
+        )
+        for entry in entries
+        if entry.id not in gone
+    ]
+
+
 def write_store(
     folder: str | Path,
     levels: Mapping[int, Sequence[Experience]],
     vectors: Mapping[int, np.ndarray],
     header: Mapping[str, Any],
     overwrite: bool,
+    asked: Sequence[Asked] = (),
+    asked_vectors: np.ndarray | None = None,
 ) -> None:
     """Write a store whole or not at all; ConfigError if the folder is in use or cannot be written."""
     path = Path(folder)
@@ -96,7 +137,8 @@ def write_store(
         new = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
         try:
             new.chmod(0o755)  # mkdtemp makes it private
-            _write(new, levels, vectors, header)
+            known = _write_asked(new, asked, asked_vectors) if asked and asked_vectors is not None else {}
+            _write(new, levels, vectors, {**header, **known})
             _swap(new, path)
         finally:
             shutil.rmtree(new, ignore_errors=True)
@@ -131,6 +173,47 @@ def read_store(
     except ValueError as error:
         raise ConfigError(f"HEK {folder} is damaged: {error}; {REBUILD}") from error
     return entries, vectors, header.get("settings") or {}
+
+
+def read_asked(folder: str | Path, dim: int) -> tuple[list[Asked], np.ndarray]:
+    """The table of questions and its [N, D] vectors, nothing where the store has none; ConfigError if it is damaged."""
+    path = Path(folder)
+    told = _read_header(path / "header.json").get("questions")
+    if told is None:
+        return [], np.zeros((0, dim), np.float32)
+    file = path / "questions.jsonl"
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+        asked = [Asked(**json.loads(line)) for line in lines[:-1]]
+        rows = np.load(path / "questions.npy", allow_pickle=False)
+        if lines[-1] or told != _asked_digest(asked):
+            raise ValueError("the records are not those that were written")
+        if rows.shape != (len(asked), dim) or rows.dtype != np.float32:
+            raise ValueError(f"{len(asked)} records and vectors {rows.dtype} {rows.shape}, {dim} wide is expected")
+    except (OSError, ValueError, TypeError, EOFError) as error:
+        remedy = f'remove "questions" from {path / "header.json"} to go on without the table, or {REBUILD}'
+        raise ConfigError(f"{file} cannot be used ({error}); {remedy}") from error
+    _check_unit(path / "questions.npy", rows)
+    return asked, rows
+
+
+def _write_asked(folder: Path, asked: Sequence[Asked], vectors: np.ndarray) -> dict[str, Any]:
+    """Returns what the header says of it."""
+    lines = [json.dumps(dataclasses.asdict(one), ensure_ascii=False) + "\n" for one in asked]
+    (folder / "questions.jsonl").write_text("".join(lines), encoding="utf-8")
+    np.save(folder / "questions.npy", vectors, allow_pickle=False)
+    return {"questions": _asked_digest(asked)}
+
+
+def _asked_digest(asked: Sequence[Asked]) -> dict[str, Any]:
+    records = [dataclasses.astuple(one) for one in asked]
+    return {"count": len(asked), "digest": hashlib.sha256(json.dumps(records).encode()).hexdigest()[:16]}
+
+
+def _check_unit(file: Path, rows: np.ndarray) -> None:
+    lengths = np.linalg.norm(rows, axis=1)
+    if not np.all((np.abs(lengths - 1) < 1e-3) | (lengths == 0)):  # also false for a length of nan or inf
+        raise ConfigError(f"{file} holds vectors that are not finite or not of length 1; {REBUILD}")
 
 
 def _write(
@@ -206,9 +289,7 @@ def _read_level(folder: Path, level: int, header: Mapping[str, Any], dim: int) -
             f"{records} holds {len(entries)} records where header.json says {counted}, and {vectors.name} is "
             f"{rows.dtype} {rows.shape} (float32, {dim} wide is expected); {REBUILD}"
         )
-    lengths = np.linalg.norm(rows, axis=1)
-    if not np.all((np.abs(lengths - 1) < 1e-3) | (lengths == 0)):  # also false for a length of nan or inf
-        raise ConfigError(f"{vectors} holds vectors that are not finite or not of length 1; {REBUILD}")
+    _check_unit(vectors, rows)
     return entries, rows
 
 

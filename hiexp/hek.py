@@ -32,9 +32,11 @@ from hiexp.acceptance import (
 )
 from hiexp.config import ConfigError
 from hiexp.data import Sample, shared_questions
+from hiexp.effects import Outlook
 from hiexp.encoder import Encoder, require_unit
-from hiexp.experience import LEVELS, Experience, check_lineage, read_store, write_store
+from hiexp.experience import LEVELS, Asked, Experience, check_lineage, read_asked, read_store, write_store
 from hiexp.hits import Block, Hit, best_hits, fill
+from hiexp.languages import Centring
 
 __all__ = ["HEK", "Experience", "HEKConfig", "refuse_evaluation_questions"]
 
@@ -69,6 +71,15 @@ class HEKConfig:
     """gate: least probability (inclusive) that an entry helps"""
     back_off: bool = False
     """beside the documents of a query without a case, show the pattern (level 2) that is nearest to it"""
+    max_success: float = 1.0
+    """show nothing to a question whose expected reward without experience is above this (difficulty); 1 = no limit"""
+    min_uplift: float | None = None
+    """show nothing to a question whose expected uplift is below this; null = not asked"""
+    centre: Literal["none", "language"] = "none"
+    """language: take its language's mean from each vector, so that lessons are found across languages; the thresholds
+    are then cosines of centred vectors; none: the paper"""
+    centre_questions: str = ""
+    """file of questions, as data.train, whose languages get a mean too; without it those of the store's questions"""
 
     def __post_init__(self) -> None:
         for name in ("case_threshold", "strategy_threshold"):
@@ -80,10 +91,15 @@ class HEKConfig:
         for name in ("alpha", "gate_probability"):
             if not 0 < getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must lie between 0 and 1")
+        for name in ("max_success", "min_uplift"):
+            if (value := getattr(self, name)) is not None and not -1 <= value <= 1:
+                raise ConfigError(f"{name}={value} is compared with rewards; set it in [-1, 1]")
         if self.margin < 0:
             raise ConfigError(f"margin={self.margin} must be 0 (none) or above")
         if self.csls and self.accept == "fixed":
             raise ConfigError("csls=true changes scores that accept=fixed compares as cosines; set accept=zscore")
+        if self.centre_questions and self.centre == "none":
+            raise ConfigError("centre_questions is read by centre=language; set that, or leave it out")
         if self.accept == "gate" and not self.gate:
             raise ConfigError("accept=gate needs gate=<file>; fit one with HEK.fit_gate")
 
@@ -98,6 +114,8 @@ class HEK:
         cfg: HEKConfig | None = None,
         vectors: Mapping[int, np.ndarray] | None = None,
         settings: Mapping[str, Any] | None = None,
+        asked: Sequence[Asked] = (),
+        asked_vectors: np.ndarray | None = None,
     ) -> None:
         self.cfg, self.encoder, self.settings = cfg or HEKConfig(), encoder, dict(settings or {})
         given = sorted(experiences, key=lambda entry: entry.id)
@@ -107,11 +125,17 @@ class HEK:
         if vectors is None:
             vectors = {level: self._encode([e.title for e in entries]) for level, entries in self.levels.items()}
         self.vectors = dict(vectors)
+        self.asked = tuple(asked)
+        self._asked_vectors = self._encode([a.question for a in asked]) if asked_vectors is None else asked_vectors
         for level, entries in self.levels.items():
             if len(self.vectors[level]) != len(entries):
                 raise ValueError(f"level {level}: {len(self.vectors[level])} vectors, {len(entries)} experiences")
+        self.centring, self._keys = None, self.vectors  # centred ones are not saved: an entry more moves them all
+        if self.cfg.centre == "language" and given:
+            self.centring = Centring(self.levels, self.vectors, self._encode, self.cfg.centre_questions)
+            self._keys = self.centring.keys
         # a matrix product need not give equal columns equal last bits; equal titles must tie
-        self._distinct = {level: _distinct_rows(rows) for level, rows in self.vectors.items()}
+        self._distinct = {level: _distinct_rows(rows) for level, rows in self._keys.items()}
         self._hidden = {level: _hidden_rows(entries) for level, entries in self.levels.items()}
         self._uncalibrated: dict[int, str] = {}
         self._judges = {level: self._judge(level, self.cfg.accept) for level, rows in self.levels.items() if rows}
@@ -125,14 +149,14 @@ class HEK:
     def load(cls, folder: str | Path, encoder: Encoder, cfg: HEKConfig | None = None) -> "HEK":
         """Read a saved store; ConfigError naming file and line if it is damaged or of another encoder."""
         entries, vectors, settings = read_store(folder, encoder.fingerprint, encoder.dim)
-        return cls(entries, encoder, cfg, vectors, settings)
+        return cls(entries, encoder, cfg, vectors, settings, *read_asked(folder, encoder.dim))
 
     def save(self, folder: str | Path, overwrite: bool = False) -> None:
         """Write the store whole or not at all; ConfigError if the folder is in use or cannot be written."""
         if self.encoder is None:
             raise ValueError("HEK.empty() stands for no experience and is not saved")
         header = {"encoder": self.encoder.fingerprint, "dim": self.encoder.dim, "settings": self.settings}
-        write_store(folder, self.levels, self.vectors, header, overwrite)
+        write_store(folder, self.levels, self.vectors, header, overwrite, self.asked, self._asked_vectors)
 
     def retrieve(
         self,
@@ -153,7 +177,7 @@ class HEK:
             return [[] for _ in queries]
         if level in self._uncalibrated:
             raise ConfigError(self._uncalibrated[level])
-        keys = self._encode(queries)
+        keys = self.embed(queries)
         judge, cosines, values = self._judges[level], *self._scores(self._judges[level], level, keys)
         found = []
         for i, key in enumerate(keys):
@@ -200,14 +224,13 @@ class HEK:
         for level in LEVELS:
             mine = [i for i, record in enumerate(kept) if self.by_id[record.entry].level == level]
             if mine:
-                judge, keys = self._judge(level, "features"), self._encode([kept[i].query for i in mine])
+                judge, keys = self._judge(level, "features"), self.embed([kept[i].query for i in mine])
                 place = {entry.id: j for j, entry in enumerate(self.levels[level])}
                 for i, cosines, values in zip(mine, *self._scores(judge, level, keys), strict=True):
                     row, hidden = place[kept[i].entry], self._hidden[level].get(kept[i].sample_id, set())
                     leads = judge.leads(values, hidden - {row})
                     rows[i] = judge.features(cosines, values, leads, row)
-        encoder = self.encoder.fingerprint if self.encoder else ""
-        return fit_gate(rows, [record.uplift > 0 for record in kept], encoder, self.cfg.csls)
+        return fit_gate(rows, [record.uplift > 0 for record in kept], self._scored_by, self.cfg.csls)
 
     def with_not_when(self, mined: Mapping[str, Sequence[str]]) -> "HEK":
         """A store with queries added to the not_when of entries (`mine_not_when` finds them)."""
@@ -215,7 +238,32 @@ class HEK:
             replace(entry, not_when=tuple(dict.fromkeys([*entry.not_when, *mined.get(entry.id, ())])))
             for entry in self.by_id.values()
         ]
-        return HEK(entries, self.encoder, self.cfg, self.vectors, self.settings)
+        return HEK(entries, self.encoder, self.cfg, self.vectors, self.settings, self.asked, self._asked_vectors)
+
+    def with_entries(
+        self, entries: Iterable[Experience], vectors: Mapping[int, np.ndarray], settings: Mapping[str, Any]
+    ) -> "HEK":
+        """A store of other entries for the same use, with the same table of questions."""
+        return HEK(entries, self.encoder, self.cfg, vectors, settings, self.asked, self._asked_vectors)
+
+    def with_asked(self, asked: Sequence[Asked]) -> "HEK":
+        """A store with another table of questions; those that it knows already are not embedded again."""
+        rows = {one.question: row for one, row in zip(self.asked, self._asked_vectors, strict=True)}
+        new = list(dict.fromkeys(one.question for one in asked if one.question not in rows))
+        rows |= dict(zip(new, self._encode(new), strict=True))
+        stacked = np.stack([rows[one.question] for one in asked]) if asked else self._encode([])
+        return HEK(self.by_id.values(), self.encoder, self.cfg, self.vectors, self.settings, asked, stacked)
+
+    def wants(self, questions: Sequence[str], sample_ids: Sequence[str]) -> list[bool]:
+        """Whether each question should be shown experience at all (max_success, min_uplift); its own record counts.
+
+        That record holds the policy's own rewards and nothing of the gold answer; an evaluation question has none.
+        """
+        cfg = self.cfg
+        if not self.asked or (cfg.max_success == 1 and cfg.min_uplift is None):
+            return [True] * len(questions)
+        names = list(zip(sample_ids, questions, strict=True))
+        return self._outlook.wants(self._encode(questions), names, cfg.max_success, cfg.min_uplift)
 
     def __len__(self) -> int:
         return len(self.by_id)
@@ -229,7 +277,7 @@ class HEK:
         """What decides at this level; with zscore calibrated now."""
         entries = self.levels[level]
         told = sorted({text for entry in entries for text in entry.not_when})
-        place, vectors = {text: i for i, text in enumerate(told)}, self._encode(told)
+        place, vectors = {text: i for i, text in enumerate(told)}, self.embed(told)
         negatives = {
             i: vectors[[place[text] for text in entry.not_when]] for i, entry in enumerate(entries) if entry.not_when
         }
@@ -238,8 +286,7 @@ class HEK:
             return Judge(entries, threshold, mode, self.cfg.margin, negatives=negatives)
         gate = None
         if mode == "gate":
-            encoder = self.encoder.fingerprint if self.encoder else ""
-            gate = Gate.load(self.cfg.gate, encoder, self.cfg.csls)
+            gate = Gate.load(self.cfg.gate, self._scored_by, self.cfg.csls)
         distinct = self._distinct[level][0]
         standard = Standard(self._background, distinct, self._questions[1], self.cfg.csls)
         judge = Judge(entries, self.cfg.gate_probability, mode, self.cfg.margin, standard, gate, negatives)
@@ -269,18 +316,22 @@ class HEK:
             return math.inf
 
     @cached_property
+    def _outlook(self) -> Outlook:
+        return Outlook(self.asked, self._asked_vectors)
+
+    @cached_property
     def _questions(self) -> tuple[list[str], np.ndarray]:
         """Source questions: ids and [Q, D] vectors of those that the encoder knows something of."""
         asked = sorted({pair for entry in self.by_id.values() for pair in entry.qa_groups})
         asked = [asked[i] for i in pick(len(asked), QUESTIONS)]
-        keys = self._encode([question for _, question in asked])
+        keys = self.embed([question for _, question in asked])
         told = [i for i in range(len(asked)) if keys[i].any()]
         return [asked[i][0] for i in told], keys[told]
 
     @cached_property
     def _background(self) -> np.ndarray:
         """[B, D] titles of any level, no two alike."""
-        rows = np.unique(np.concatenate([rows for rows in self.vectors.values() if len(rows)]), axis=0)
+        rows = np.unique(np.concatenate([rows for rows in self._keys.values() if len(rows)]), axis=0)
         rows = rows[rows.any(axis=1)]
         return rows[pick(len(rows), BACKGROUND)]
 
@@ -294,6 +345,16 @@ class HEK:
             return cosines, values
         return cosines[:, copy_of], values[:, copy_of]
 
+    @property
+    def _scored_by(self) -> str:
+        """What a gate is fitted for: the encoder, and whether its vectors are centred."""
+        return (self.encoder.fingerprint if self.encoder else "") + (" centred by language" if self.centring else "")
+
+    def embed(self, queries: Sequence[str]) -> np.ndarray:
+        """[Q, D] vectors of queries as they are compared with titles: centred where hek.centre says so."""
+        rows = self._encode(queries)
+        return self.centring.centre(rows, queries) if self.centring else rows
+
     def _encode(self, texts: Sequence[str]) -> np.ndarray:
         if self.encoder is None:
             if texts:
@@ -303,8 +364,9 @@ class HEK:
 
 
 def refuse_evaluation_questions(hek: HEK, samples: Sequence[Sample]) -> None:
-    """ConfigError if an entry stems from one of `samples`, by id or by the words of the question."""
+    """ConfigError if an entry stems from one of `samples`, or its rewards are kept; by id or by its words."""
     sources = {pair for entry in hek.by_id.values() for pair in entry.qa_groups}
+    sources |= {(asked.id, asked.question) for asked in hek.asked}
     ids = {sample_id for sample_id, _ in sources}
     same_words = set(shared_questions(samples, [Sample(sample_id, text, ()) for sample_id, text in sorted(sources)]))
     if seen := [sample for sample in samples if sample.id in ids or sample.id in same_words]:

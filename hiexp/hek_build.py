@@ -7,9 +7,11 @@ What is slow or paid is kept in journals (journal.py), so that a build goes on w
 
 import dataclasses
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,8 +27,8 @@ from hiexp.hek_filters import guess_language
 from hiexp.hek_prompts import PROMPTS, ReflectionPrompts, parse_reply
 from hiexp.hek_report import BuildReport, LevelReport
 from hiexp.journal import Journal, digest
-from hiexp.metrics import METRICS
 from hiexp.reflector import Reflector, Request
+from hiexp.success import Judge, is_success
 from hiexp.trajectory import Status, Trajectory
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "ReflectionPrompts",
     "build_hek",
     "cluster",
+    "is_success",
     "parse_reply",
 ]
 
@@ -80,6 +83,10 @@ class BuildConfig:
     """prompt and reply tokens that are generated together; bounds memory"""
     success_max_words: int = 20
     """a right answer longer than this is no success: it may only have covered the gold one"""
+    logs: str = ""
+    """build from this file of questions, attempts and rewards of any agent (docs/experience.md), without rollouts"""
+    success_reward: float = 1.0
+    """with logs that hold rewards: an attempt with this reward or more is a success"""
     dry_run: bool = False
     """print what the build will take (calls, tokens, time) and stop before anything is loaded, asked or written"""
     reflector: WriterConfig = field(default_factory=WriterConfig)
@@ -98,6 +105,8 @@ class BuildConfig:
         for name in ("questions", "max_new_tokens", "tokens_per_batch", "success_max_words"):
             if getattr(self, name) < (name != "questions"):
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least {int(name != 'questions')}")
+        if not math.isfinite(self.success_reward):
+            raise ConfigError(f"success_reward={self.success_reward} must be a number; set it between the rewards")
         if self.max_level not in (1, 2, 3):
             raise ConfigError(f"max_level={self.max_level} must be 1, 2 or 3")
         for name in ("threshold_1", "threshold_2", "merge_threshold"):
@@ -128,6 +137,7 @@ def build_hek(
     seed: int,
     abstractor: Reflector | None = None,  # None: the reflector itself
     journal: Journal | None = None,  # what was clustered before
+    judge: Judge | None = None,  # what a success is; None: judge_by_answer
 ) -> tuple[HEK, BuildReport]:
     """Algorithm 1: the store and the account of its making, the same for the same inputs and seed.
 
@@ -136,7 +146,7 @@ def build_hek(
     """
     abstractor, journal, encoder = abstractor or reflector, journal or Journal(), reflector.encoder
     report = BuildReport(cfg.prompts, cfg.linkage, _authors(reflector, abstractor))
-    pairs = contrastive_pairs(groups, samples, cfg.success_max_words, report)
+    pairs = contrastive_pairs(groups, samples, judge or judge_by_answer(cfg), report)
     if not pairs:
         raise ConfigError(_nothing_to_contrast(report))
     first = _merge(reflect(reflector, pairs, report), encoder, cfg.merge_threshold, report)
@@ -163,35 +173,37 @@ def build_hek(
     return HEK(everything, encoder, vectors=vectors, settings=settings), report
 
 
-def is_success(trajectory: Trajectory, sample: Sample, max_words: int = 20) -> bool:
-    """Answered, the answer covers a gold one, and is short enough not to cover it by luck."""
-    return (
-        trajectory.status is Status.ANSWERED
-        and len(trajectory.answer.split()) <= max_words
-        and METRICS["cem"](trajectory.answer, sample.answers) == 1
-    )
+def judge_by_answer(cfg: BuildConfig) -> Judge:
+    """What a success is where nothing but the answer tells."""
+    return partial(is_success, max_words=cfg.success_max_words, is_math=cfg.prompts == "math")
 
 
 def contrastive_pairs(
     groups: Sequence[Sequence[Trajectory]],
     samples: Sequence[Sample],
-    max_words: int = 20,
+    judge: Judge = is_success,
     report: BuildReport | None = None,
 ) -> list[Pair]:
-    """One pair for each question that was answered both rightly and wrongly; the others are counted."""
+    """One pair for each question that was answered both rightly and wrongly; the others are counted.
+
+    Where a sample has no answer (logs need none), what the successes answered stands for it, the pair's own first.
+    """
     report, pairs = report or BuildReport(), []
     if len(groups) != len(samples):
         raise ValueError(f"{len(groups)} groups of trajectories for {len(samples)} samples")
     for group, sample in zip(groups, samples, strict=True):
         if any(trajectory.sample_id != sample.id for trajectory in group):
             raise ValueError(f"sample {sample.id}: its group holds trajectories of another sample")
-        right = [t for t in group if is_success(t, sample, max_words)]
-        wrong = [t for t in group if not is_success(t, sample, max_words)]
+        right = [t for t in group if judge(t, sample)]
+        wrong = [t for t in group if not judge(t, sample)]
         report.questions += 1
         report.all_right += not wrong
         report.all_wrong += bool(wrong) and not right
         if right and wrong:
-            pairs.append(Pair(sample, *select_pair(right, wrong)))
+            best, worse = select_pair(right, wrong)
+            said = dict.fromkeys(t.answer for t in (best, *right) if t.answer) or ("not recorded",)
+            known = sample if sample.answers else dataclasses.replace(sample, answers=tuple(said))
+            pairs.append(Pair(known, best, worse))
     report.pairs = len(pairs)
     return pairs
 
@@ -202,21 +214,25 @@ def select_pair(right: Sequence[Trajectory], wrong: Sequence[Trajectory]) -> tup
     A failure's distance is the length of the query prefix it shares; among equals one that gave an answer
     comes first, then the shorter.
     """
-    best = min(right, key=lambda t: (t.num_searches, t.num_tokens, t.member))
-    order = [(-_shared(best, t), t.status is not Status.ANSWERED, t.num_tokens, t.member) for t in wrong]
+    best = min(right, key=lambda t: (t.num_searches, _length(t), t.member))
+    order = [(-_shared(best, t), t.status is not Status.ANSWERED, _length(t), t.member) for t in wrong]
     return best, wrong[order.index(min(order))]
 
 
 def reflect(reflector: Reflector, pairs: Sequence[Pair], report: BuildReport) -> list[Experience]:
     """Level-1 experiences (Eq. 1), one for each pair with an acceptable reply."""
-    prompts, requests = reflector.prompts, []
-    for pair in pairs:
-        question, gold = pair.sample.question, pair.sample.answers[0]
-        traces = [(prompts.trace(pair.right, full), prompts.trace(pair.wrong, full)) for full in (True, False)]
-        wordings = tuple(prompts.reflect(question, gold, right, wrong) for right, wrong in traces)
-        requests.append(Request(wordings, 1, (question,), pair.sample.answers))
+    prompts = reflector.prompts
+    requests = [
+        Request(reflection_wordings(prompts, pair), 1, (pair.sample.question,), pair.sample.answers) for pair in pairs
+    ]
     sources = [((pair.sample.id, pair.sample.question),) for pair in pairs]
     return _experiences(reflector, requests, prompts.reflect_fields, sources, [()] * len(pairs), report)
+
+
+def reflection_wordings(prompts: ReflectionPrompts, pair: Pair) -> tuple[str, ...]:
+    """The request for the lesson of a pair, longest first."""
+    traces = [(prompts.trace(pair.right, full), prompts.trace(pair.wrong, full)) for full in (True, False)]
+    return tuple(prompts.reflect(pair.sample.question, pair.sample.answers[0], *both) for both in traces)
 
 
 def abstract(
@@ -232,7 +248,7 @@ def abstract(
     for members, rows in zip(clusters, vectors, strict=True):
         items = [(members[i].title, members[i].description) for i in representatives(rows, MAX_MEMBERS)]
         wordings = tuple(prompts.abstract(level, items[:n]) for n in range(len(items), min(2, len(items)) - 1, -1))
-        qa_groups = _sources(members)
+        qa_groups = sources_of(members)
         answers = tuple(gold for qid, _ in qa_groups for gold in golds[qid])
         requests.append(Request(wordings, level, tuple(question for _, question in qa_groups), answers))
         sources.append(qa_groups)
@@ -284,7 +300,7 @@ def _merge(
     for group in groups:
         members = [entries[i] for i in group]
         shortest = min((member.description for member in members), key=lambda text: len(text.split()))
-        merged.append(dataclasses.replace(members[0], description=shortest, qa_groups=_sources(members)))
+        merged.append(dataclasses.replace(members[0], description=shortest, qa_groups=sources_of(members)))
     return merged
 
 
@@ -312,7 +328,7 @@ def _adopt(entries: Sequence[Experience], above: Sequence[Experience]) -> list[E
     return [dataclasses.replace(entry, parent_id=parent.get(entry.id)) for entry in entries]
 
 
-def _sources(members: Sequence[Experience]) -> tuple[tuple[str, str], ...]:
+def sources_of(members: Sequence[Experience]) -> tuple[tuple[str, str], ...]:
     """Every (id, question) behind the members, once each."""
     return tuple(dict.fromkeys(source for member in members for source in member.qa_groups))
 
@@ -329,6 +345,11 @@ def _shared(a: Trajectory, b: Trajectory) -> int:
             break
         same += 1
     return same
+
+
+def _length(trajectory: Trajectory) -> int:
+    """Tokens, or (of another agent's logs) characters that the agent wrote."""
+    return trajectory.num_tokens or sum(len(turn.text) for turn in trajectory.turns)
 
 
 def _authors(reflector: Reflector, abstractor: Reflector) -> str:

@@ -8,9 +8,11 @@ not judged: no cheap test of the imperative holds even for English ("first the l
 
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from typing import Any
 
+from hiexp.encoder import UNSPACED
 from hiexp.metrics import normalise
 
 MAX_TITLE_WORDS = 24
@@ -53,15 +55,14 @@ _SCRIPTS = {
 _COMMON_WORDS = {
     "de": "der die das und ist nicht ein eine einen zu mit von den dem wenn fur auf im wer was nach zuerst dann sie",
     "en": "the of and to in is a for that with when which not by from if before are it be what who then both at on",
-    "es": "el la los las y es una un para en que de del con no cuando por primero si su se",
+    "es": "el la los las y es una un para en que de del con no cuando por primero si su se quien donde cual cuyo fue",
     "fr": "le la les des et est une un pour dans que qui du de pas quand avec sur au par si deux",
     "it": "il lo gli la della di e che una un per non con quando nel sono prima se i le",
     "nl": "de het een en van is niet op met voor dat als te bij eerst dan zijn",
     "pt": "o a os as e da do de uma um para em que com nao quando por se dos primeiro",
 }
 _STOP_WORDS = {code: frozenset(words.split()) for code, words in _COMMON_WORDS.items()}
-_UNSPACED = re.compile("[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
-"""letters of scripts that put no space between words"""
+_UNSPACED = re.compile(f"[{UNSPACED}]")
 
 _WORDS = {
     "closed answers": "yes no true false none both neither noanswer oui non nein ja si",
@@ -99,6 +100,7 @@ _BOILERPLATE_TEXT = re.compile(
 _OPENERS = frozenset(_WORDS["openers"].split())
 """words that begin a sentence with a capital and are no part of a name"""
 
+_NAME = re.compile(r"[A-Z][A-Za-z]*")
 _QUOTED = re.compile("[\u201c\u300a\u300c\u300e\u3010\u00ab]([^\u201d\u300b\u300d\u300f\u3011\u00bb]+)")
 _FORMULA = re.compile(r"\$[^$]*\$|\\\(.*?\\\)|\\\[.*?\\\]", re.DOTALL)
 _MONTHS = _WORDS["months"].split()
@@ -194,19 +196,29 @@ def num_words(text: str) -> int:
     return len(_UNSPACED.sub(" ", text).split()) + (unspaced + 1) // 2 if unspaced else len(text.split())
 
 
-def guess_language(text: str) -> str:
-    """A code of LANGUAGES from the script, for Latin letters from common words; "" where that tells too little."""
+def guess_language(text: str, among: Collection[str] = ()) -> str:
+    """A code of LANGUAGES from the script, for Latin letters from common words; "" where that tells too little.
+
+    `among`: languages that are likely. Of these the one that has the most common words of a short Latin text, even a
+    single one, is taken; where only one of them is written in Latin letters, that one.
+    """
     text = re.sub(r"\\[A-Za-z]+", " ", _FORMULA.sub(" ", text))
-    letters = [unicodedata.name(letter, "").partition(" ")[0] for letter in text if letter.isalpha()]
-    counts = {code: sum(_SCRIPTS.get(name.partition("-")[0]) == code for name in letters) for code in _SCRIPTS.values()}
-    if counts["ja"] * 10 > len(letters):
+    # names keep their letters in text of another script
+    scripts = Counter(_script(letter) for letter in _NAME.sub("", text) if letter.isalpha())
+    counts, letters = Counter[str](), scripts.total()
+    for name, code in _SCRIPTS.items():
+        counts[code] += scripts[name]
+    if counts["ja"] * 10 > letters:
         counts["ja"] += counts.pop("zh")
     best = max(counts, key=lambda code: counts[code])
-    if counts[best] * 10 > len(letters) * 3:
+    if counts[best] * 10 > letters * 3:
         return best
     hits = sorted(((n, code) for code, n in _common_words(text).items()), reverse=True)
     (most, code), (second, _) = hits[:2]
-    return code if most >= 2 and 2 * most >= 3 * second else ""
+    if most >= 2 and 2 * most >= 3 * second:
+        return code
+    likely = [(n, code) for n, code in hits if code in among] if 2 * scripts["LATIN"] >= letters else []
+    return likely[0][1] if likely and (len(likely) == 1 or likely[0][0] > likely[1][0]) else ""
 
 
 def _is_other_language(text: str, language: str | None) -> bool:
@@ -219,9 +231,15 @@ def _is_other_language(text: str, language: str | None) -> bool:
     return guess not in counts or wanted not in counts or counts[guess] >= counts[wanted] + 3
 
 
+def _script(letter: str) -> str:
+    return "LATIN" if letter.isascii() else unicodedata.name(letter, "").partition(" ")[0].partition("-")[0]
+
+
 def _common_words(text: str) -> dict[str, int]:
     words = re.findall(r"\w+", _fold(text))
-    return {code: sum(word in common for word in words) for code, common in _STOP_WORDS.items()}
+    counts = {code: sum(word in common for word in words) for code, common in _STOP_WORDS.items()}
+    counts["es"] += 2 * ("\u00bf" in text)  # no other of these has this mark
+    return counts
 
 
 def _names(questions: Sequence[str]) -> list[str]:

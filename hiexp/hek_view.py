@@ -24,10 +24,12 @@ from typing import Any
 
 import numpy as np
 
+from hiexp import languages
 from hiexp.config import ConfigError, load, read_yaml
 from hiexp.encoder import EncoderConfig, load_encoder
 from hiexp.experience import LEVELS, Experience, read_store
 from hiexp.hek import HEK, HEKConfig
+from hiexp.hek_filters import guess_language, num_words
 from hiexp.hits import Hit
 from hiexp.report import write_page
 from hiexp.report_views import experience_tree
@@ -101,8 +103,9 @@ def tree_lines(entries: Mapping[str, Experience], level: int = 0) -> Iterator[st
 def search(hek: HEK, queries: Sequence[str], levels: Sequence[int], top: int, sample: str = "") -> Iterator[Table]:
     """Per query and level the nearest entries, accepted or not, with the reason; `sample` is excluded as its own."""
     for query in queries:
+        language = hek.centring.language(query) if hek.centring else guess_language(query)
         for level in levels:
-            name = f"level {level} ({len(hek.levels[level])} entries): {query}"
+            name = f"level {level} ({len(hek.levels[level])} entries): {query}" + (f" [{language}]" if language else "")
             try:
                 hits = hek.retrieve([query], level, top, [sample] if sample else None, include_rejected=True)[0]
             except ConfigError as error:  # a level that cannot be calibrated is told, the others are searched
@@ -142,8 +145,8 @@ def statistics(entries: Mapping[str, Experience], vectors: Mapping[int, np.ndarr
         levels[str(level)] = {
             "entries": len(rows),
             "types": dict(Counter(entry.type for entry in rows).most_common()),
-            "title_words": _spread([len(entry.title.split()) for entry in rows]),
-            "description_words": _spread([len(entry.description.split()) for entry in rows]),
+            "title_words": _spread([num_words(entry.title) for entry in rows]),
+            "description_words": _spread([num_words(entry.description) for entry in rows]),
             "languages": dict(Counter(map(language_of, rows)).most_common()),
             "cluster_sizes": _spread([len(entry.child_ids) for entry in rows]) if level > 1 else None,
             "coverage": len(covered) / len(asked) if asked else 0.0,
@@ -155,9 +158,9 @@ def statistics(entries: Mapping[str, Experience], vectors: Mapping[int, np.ndarr
 
 
 def language_of(entry: Experience) -> str:
-    """Its tag, or the script that most of its letters belong to."""
+    """Its tag or a guess, else the script that most of its letters belong to."""
     scripts = Counter(unicodedata.name(c, "?").split()[0].lower() for c in entry.text if c.isalpha())
-    return getattr(entry, "language", "") or (f"{scripts.most_common(1)[0][0]} script" if scripts else "none")
+    return languages.language_of(entry) or (f"{scripts.most_common(1)[0][0]} script" if scripts else "none")
 
 
 def one_line(text: str) -> str:
@@ -211,7 +214,9 @@ def _run(arguments: argparse.Namespace, settings: Sequence[str]) -> None:
         title = f"Experience in {arguments.store}"
         lines: Iterable[str] = ()
         if arguments.command == "show":
-            lines = tree_lines(entries, arguments.level)
+            counts = Counter(map(language_of, entries.values())).most_common()
+            told = ", ".join(f"{count} {name}" for name, count in counts)
+            lines = [*tree_lines(entries, arguments.level), *([f"languages: {told}"] if len(counts) > 1 else [])]
         figures = statistics(entries, vectors) if arguments.command == "stats" or arguments.html else {}
         table = _statistics_table(figures) if figures else ("", (), ())
         if arguments.command == "stats":
@@ -329,13 +334,25 @@ def _difference_tables(found: Difference) -> Iterator[Table]:
     for name in ("added", "removed"):
         yield name.capitalize(), ("id", "experience"), [(entry.id, entry.text) for entry in getattr(found, name)]
     changes = [
-        (before.id, after.id, name, str(getattr(before, name)), str(getattr(after, name)))
+        (before.id, after.id, name, *_sides(getattr(before, name), getattr(after, name)))
         for before, after, names in found.changed
         for name in names
     ]
     yield "Changed", ("old id", "new id", "field", "before", "after"), changes
     moves = [(old.id, new.id, old.parent_id or "none", new.parent_id or "none", new.text) for old, new in found.moved]
     yield "Moved", ("old id", "new id", "from", "to", "experience"), moves
+
+
+def _sides(before: Any, after: Any) -> tuple[str, str]:
+    """Both values; of lists only what the other does not have."""
+    if not isinstance(before, tuple):
+        return str(before), str(after)
+    lost, gained = ([x for x in one if x not in other] for one, other in ((before, after), (after, before)))
+    return _items(lost), _items(gained)
+
+
+def _items(values: Sequence[Any]) -> str:
+    return " | ".join(": ".join(value) if isinstance(value, tuple) else str(value) for value in values) or "-"
 
 
 def _statistics_table(figures: Mapping[str, Any]) -> Table:

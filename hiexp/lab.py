@@ -20,6 +20,7 @@ from hiexp.config import ConfigError, lookup, run_script
 from hiexp.data import write_samples
 from hiexp.encoder import TfidfEncoder
 from hiexp.lab_demo import run_demo
+from hiexp.lab_languages import languages
 from hiexp.lab_policy import WarmStartConfig, build_model, build_tokenizer, warm_start
 from hiexp.lab_teacher import mask
 from hiexp.lab_world import build_world, questions
@@ -34,8 +35,15 @@ class WorldConfig:
     """for validation while training"""
     test_per_family: int = 12
     """every third of them has a wording that no other split has"""
+    languages: tuple[str, ...] = ("en",)
+    """what every question is asked in: en, es, zh"""
 
     def __post_init__(self) -> None:
+        if not self.languages or len(set(self.languages)) < len(self.languages):
+            raise ConfigError(f"languages={list(self.languages)} must name one or more, each once")
+        for code in self.languages:
+            if code not in languages():
+                raise ConfigError(f"languages: {code!r} is none of {', '.join(languages())}")
         for name in ("train_per_family", "dev_per_family", "test_per_family"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
@@ -67,7 +75,8 @@ def write_world(cfg: LabConfig, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({"id": key, "title": d.title, "text": d.text}) + "\n" for key, d in world.passages()]
     (out / "corpus.jsonl").write_text("".join(lines), encoding="utf-8")
-    splits = questions(world, {name: getattr(cfg.world, f"{name}_per_family") for name in SPLITS}, cfg.seed)
+    per_family = {name: getattr(cfg.world, f"{name}_per_family") for name in SPLITS}
+    splits = questions(world, per_family, cfg.seed, cfg.world.languages)
     for name, samples in splits.items():
         write_samples(out / f"{name}.jsonl", samples)
     _wording_encoder([mask(sample.question) for sample in splits["train"]]).save(out / "encoder.json")
@@ -76,9 +85,9 @@ def write_world(cfg: LabConfig, out: Path) -> None:
 def write_policy(cfg: LabConfig, out: Path) -> dict[str, float]:
     """The warm-started policy in Hugging Face layout; returns the metrics of its last step."""
     torch.set_num_threads(cfg.threads)
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(cfg.world.languages)
     model = build_model(tokenizer, cfg.seed)
-    metrics = warm_start(model, tokenizer, cfg.warm_start, cfg.seed)
+    metrics = warm_start(model, tokenizer, cfg.warm_start, cfg.seed, cfg.world.languages)
     save_policy(model, tokenizer, out)
     return metrics
 

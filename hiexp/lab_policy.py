@@ -1,6 +1,7 @@
 """The lab's policy: a word-level tokenizer built from the world, a tiny Qwen2 model, and its warm start."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,27 +9,32 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from hiexp.lab_teacher import Row, practice_rows
-from hiexp.lab_world import ATTRIBUTES, FAMILIES, YEARS, name_pool, num_names
+from hiexp.lab_teacher import Row, practice_families, practice_rows
+from hiexp.lab_world import ATTRIBUTES, YEARS, name_pool, num_names
 from hiexp.rollout import NOTICES
 from hiexp.tracking import progress
 from hiexp.trainer import OptimConfig, sft_step
 from hiexp.trajectory import Source
 
 PIECE = r'"(?:title|description)"|</?[a-z_]+>|[A-Za-z0-9]+|[^\sA-Za-z0-9]'
+"""a letter of another script is a word"""
+ACCENTED = r"\u00c0-\u024f"
 TAGS = ("strategy", "think", "search", "information", "experience", "notice", "answer", "reflect", "abstract")
 GLUE = 'question gold right wrong level plan is one two earlier someone year 2 3 "title" "description"'
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(languages: Sequence[str] = ("en",)) -> PreTrainedTokenizerFast:
     """One token a word; text and ids correspond one to one, up to the spaces between words."""
+    families = practice_families(tuple(languages))
     words = set(GLUE.split()) | set(" ".join(NOTICES).split()) | set(YEARS) | set(name_pool(num_names()))
     words |= {w for table in ATTRIBUTES.values() for name in table for w in name.split()}
-    words |= {w for f in FAMILIES for wording in f.wordings for w in wording.split() if not w.startswith("{")}
+    words |= {w for f in families for wording in f.wordings for w in wording.split() if not w.startswith("{")}
     marks = [f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/")] + list('{}":,.;?|-')
     vocabulary = {w: i for i, w in enumerate(["<pad>", "<unk>", "<end>", *marks, *sorted(words - set(marks))])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(PIECE), "removed", invert=True)
+    # English alone keeps the pattern, and with it every byte, of the tokenizers that there are
+    piece = PIECE.replace("A-Za-z", "A-Za-z" + ACCENTED) if families != practice_families(("en",)) else PIECE
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(piece), "removed", invert=True)
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token="<pad>",
@@ -79,8 +85,11 @@ class WarmStartConfig:
     """peak learning rate of AdamW, which trains embeddings, norms and biases"""
 
 
-def warm_start(model: Qwen2ForCausalLM, tokenizer: Any, cfg: WarmStartConfig, seed: int) -> dict[str, float]:
+def warm_start(
+    model: Qwen2ForCausalLM, tokenizer: Any, cfg: WarmStartConfig, seed: int, languages: Sequence[str] = ("en",)
+) -> dict[str, float]:
     """Teach the policy the protocol from practice traces (lab_teacher.py); returns the last step's metrics."""
+    families = practice_families(tuple(languages))
     rng, optimizers = random.Random(seed), _optimizers(model, cfg)
     peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     optim_cfg, metrics = OptimConfig(lr=cfg.lr, tokens_per_micro_batch=1500), {}
@@ -88,7 +97,7 @@ def warm_start(model: Qwen2ForCausalLM, tokenizer: Any, cfg: WarmStartConfig, se
         rise, fall = (step + 1) / 20, (cfg.steps - step) / (0.4 * cfg.steps)
         for optimizer, peak in zip(optimizers, peaks, strict=True):
             optimizer.param_groups[0]["lr"] = peak * min(1.0, rise, fall)
-        rows = [encode_row(tokenizer, row) for row in practice_rows(rng, cfg.rows_per_step)]
+        rows = [encode_row(tokenizer, row) for row in practice_rows(rng, cfg.rows_per_step, families)]
         metrics = sft_step(model, optimizers, rows, optim_cfg)
     return metrics
 

@@ -9,13 +9,15 @@ starts with.
 """
 
 import random
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from hiexp.experience import Experience
 from hiexp.hek_prompts import PROMPTS
-from hiexp.lab_world import ATTRIBUTES, FAMILIES, YEARS, Family, Plan, fact_text, name_pool, num_names
+from hiexp.lab_languages import KEPT, MARKS, spaced
+from hiexp.lab_world import ATTRIBUTES, FAMILIES, YEARS, Family, Plan, fact_text, families, name_pool, num_names
 from hiexp.protocols import PROTOCOLS, Pieces
 from hiexp.trajectory import Document, Source
 
@@ -37,11 +39,22 @@ class Practice:
     subjects: tuple[str, ...]
     year: str
     kinds: tuple[str, ...]
+    language: str = "en"
 
 
 def mask(text: str) -> str:
     """Replace entity names by "someone" and years by "year"; names are exactly the capitalised words."""
-    return " ".join("someone" if w[0].isupper() else "year" if w in YEARS else w for w in text.split())
+
+    def masked(word: re.Match[str]) -> str:
+        return "someone" if word[0][0].isupper() else "year" if word[0] in YEARS else word[0]
+
+    return re.sub("[A-Za-z0-9]+", masked, " ".join(text.split()))
+
+
+@cache
+def practice_families(languages: tuple[str, ...]) -> tuple[Family, ...]:
+    """The families of questions in these languages, with spaces between the words of all."""
+    return tuple(replace(f, wordings=tuple(map(spaced, f.wordings))) for f in families(languages))
 
 
 @cache
@@ -54,7 +67,8 @@ def draw(rng: random.Random, family: Family, wording: str | None = None) -> Prac
     year = rng.choice(YEARS)
     wording = wording or rng.choice(family.wordings[:-1])
     question = wording.format(a=subjects[0], b=subjects[-1], y=year)
-    return Practice(question, mask(question), subjects, year if "{y}" in wording else "", family.subjects)
+    asked = year if "{y}" in wording else ""
+    return Practice(question, mask(question), subjects, asked, family.subjects, family.language)
 
 
 def attributes_of(kind: str, has_year: bool) -> dict[str, str]:
@@ -127,23 +141,24 @@ def random_plan(rng: random.Random) -> tuple[str, Plan]:
 
 
 @cache
-def _all_words() -> list[str]:
-    words = {w for f in FAMILIES for t in f.wordings for w in t.split() if not w.startswith("{") and w not in "?,"}
-    return sorted(words)
+def _all_words(language: str) -> list[str]:
+    asked = practice_families((language,))
+    return sorted({w for f in asked for t in f.wordings for w in t.split() if not w.startswith("{") and w not in MARKS})
 
 
-def nonsense(rng: random.Random) -> tuple[Practice, Plan]:
+def nonsense(rng: random.Random, asked: Sequence[Family] = FAMILIES) -> tuple[Practice, Plan]:
     """A question of random words with a random plan: only its hint can tell what to do."""
     kind, plan = random_plan(rng)
-    wording = rng.choice(rng.choice(FAMILIES).wordings).replace("{y}", "year").split()
+    model = rng.choice(asked)
+    wording = rng.choice(model.wordings).replace("{y}", "year").split()
     count = 2 if plan[-1] == "earlier" else 1
-    words = [w for w in wording if not w.startswith("{") and w not in "?,"]
+    words = [w for w in wording if not w.startswith("{") and w not in MARKS]
     rng.shuffle(words)
-    words = [rng.choice(_all_words()) if rng.random() < 0.4 else w for w in words]
+    words = [rng.choice(_all_words(model.language)) if rng.random() < 0.4 else w for w in words]
     spots = sorted(rng.sample(range(1, len(words) + 1), count), reverse=True)
     for spot, slot in zip(spots, ["{b}", "{a}"][-count:], strict=True):
         words.insert(spot, slot)
-    family = Family("", (kind,) * count, (" ".join([*words, "?"]),), plan)
+    family = Family("", (kind,) * count, (" ".join([*words, "?"]),), plan, language=model.language)
     return draw(rng, family, family.wordings[0]), plan
 
 
@@ -226,8 +241,8 @@ def lesson_line(title: str, description: str) -> str:
     return Experience("", 1, "", title, description).line()
 
 
-def plain_row(rng: random.Random) -> Row:
-    family = rng.choice(FAMILIES)
+def plain_row(rng: random.Random, asked: Sequence[Family] = FAMILIES) -> Row:
+    family = rng.choice(asked)
     practice = draw(rng, family)
     return trace(rng, practice, habit(rng, family, bool(practice.year)), "")
 
@@ -236,19 +251,19 @@ def trace(rng: random.Random, practice: Practice, plan: Plan, strategy: str) -> 
     return _prompt(practice, strategy) + _play(Walk(rng, practice).turns(plan))
 
 
-def hint_row(rng: random.Random) -> Row:
+def hint_row(rng: random.Random, asked: Sequence[Family] = FAMILIES) -> Row:
     """A hint in the prompt: one that fits (to be followed) or one that does not (to be ignored)."""
     kind = rng.random()
     if kind < 0.45:
-        practice, plan = nonsense(rng)
+        practice, plan = nonsense(rng, asked)
         return trace(rng, practice, plan, _hint(rng, practice, plan))
-    family = rng.choice([f for f in FAMILIES if not f.is_held_back] if kind < 0.75 else FAMILIES)
+    family = rng.choice([f for f in asked if not f.is_held_back] if kind < 0.75 else asked)
     practice = draw(rng, family)
     plan = habit(rng, family, bool(practice.year))
     if kind < 0.75:
         plan = wander(rng, family, plan, bool(practice.year)) if rng.random() < 0.5 else plan
         return trace(rng, practice, plan, _hint(rng, practice, plan))
-    return trace(rng, practice, plan, _misfit(rng, family))
+    return trace(rng, practice, plan, _misfit(rng, family, asked))
 
 
 def _hint(rng: random.Random, practice: Practice, plan: Plan) -> str:
@@ -265,42 +280,42 @@ def _whole_hint(rng: random.Random, practice: Practice, plan: Plan) -> str:
     words = practice.title.split()
     if rng.random() < 0.3:
         spot = rng.randrange(len(words))
-        if words[spot] not in ("someone", "first", "year"):
-            words[spot : spot + 1] = [rng.choice(_all_words())] if rng.random() < 0.5 else []
+        if words[spot] not in KEPT:
+            words[spot : spot + 1] = [rng.choice(_all_words(practice.language))] if rng.random() < 0.5 else []
     return lesson_line(" ".join(words), plan_text(plan, ""))
 
 
-def _misfit(rng: random.Random, family: Family) -> str:
+def _misfit(rng: random.Random, family: Family, asked: Sequence[Family]) -> str:
     if rng.random() < 0.3:
-        practice, plan = nonsense(rng)
+        practice, plan = nonsense(rng, asked)
         return lesson_line(practice.title, plan_text(plan, ""))
-    other = rng.choice([f for f in FAMILIES if f.name != family.name])
+    other = rng.choice([f for f in asked if f.name != family.name])
     return lesson_line(draw(rng, other).title, plan_text(habit(rng, other, True), ""))
 
 
-def case_row(rng: random.Random) -> Row:
+def case_row(rng: random.Random, asked: Sequence[Family] = FAMILIES) -> Row:
     """Lessons beside the documents, with or without one in the prompt; one that fits can make the policy plan anew.
 
     A policy that already follows a fitting plan goes on with it, whatever else it is shown.
     """
     is_fit = rng.random() < 0.7
-    family = rng.choice([f for f in FAMILIES if not f.is_held_back] if is_fit else FAMILIES)
+    family = rng.choice([f for f in asked if not f.is_held_back] if is_fit else asked)
     practice = draw(rng, family)
     start = plan = habit(rng, family, bool(practice.year))
     if is_fit and rng.random() < 0.5:
-        practice, plan = nonsense(rng)
+        practice, plan = nonsense(rng, asked)
         other = random_plan(rng)[1][:2]
         start = other if len(practice.subjects) == 1 and not other[0].startswith("one ") else plan
     elif is_fit and rng.random() < 0.6:
         start = wander(rng, family, plan, bool(practice.year))
     strategy, kind = "", rng.random()
     if kind < 0.4:
-        strategy, start = (_whole_hint(rng, practice, plan), plan) if is_fit else (_misfit(rng, family), start)
+        strategy, start = (_whole_hint(rng, practice, plan), plan) if is_fit else (_misfit(rng, family, asked), start)
     elif kind < 0.5:
-        strategy = _misfit(rng, family)
+        strategy = _misfit(rng, family, asked)
 
     def lesson() -> str:
-        return _whole_hint(rng, practice, plan) if is_fit else _misfit(rng, family)
+        return _whole_hint(rng, practice, plan) if is_fit else _misfit(rng, family, asked)
 
     walk, row = Walk(rng, practice), _prompt(practice, strategy)
     if start != plan:
@@ -310,12 +325,12 @@ def case_row(rng: random.Random) -> Row:
     return row + _play(turns, [lesson() if rng.random() < 0.8 else "" for _ in turns])
 
 
-def reflect_row(rng: random.Random) -> Row:
+def reflect_row(rng: random.Random, asked: Sequence[Family] = FAMILIES) -> Row:
     """Two attempts at one question, then the lesson: when it applies, and the plan of the attempt that was right."""
-    family = rng.choice(FAMILIES)
+    family = rng.choice(asked)
     practice = draw(rng, family)
     if rng.random() < 0.3:
-        practice, right = nonsense(rng)
+        practice, right = nonsense(rng, asked)
         wrong = right if rng.random() < 0.3 else random_plan(rng)[1]
         wrong = right if ("two" in " ".join(wrong)) != ("two" in " ".join(right)) else wrong
     else:
@@ -334,10 +349,10 @@ def reflect_row(rng: random.Random) -> Row:
     return [(Source.PROMPT, prompt), (Source.POLICY, _lesson(practice.title, plan_text(right, "")))]
 
 
-def abstract_row(rng: random.Random) -> Row:
+def abstract_row(rng: random.Random, asked: Sequence[Family] = FAMILIES) -> Row:
     """Lessons of one cluster, then the lesson they share: the first title, and the plan that most of them name."""
     count = rng.choice([2, 2, 3, 4, 5, 6])
-    family = rng.choice(FAMILIES)
+    family = rng.choice(asked)
     base = family.trap or family.plan
     plan = rng.choice([base, wander(rng, family, base, True)])
     if rng.random() < 0.3:
@@ -374,7 +389,7 @@ def _play(turns: Sequence[tuple[str, tuple[Document, ...]]], cases: Sequence[str
 ROWS = {"plain": plain_row, "hint": hint_row, "case": case_row, "reflect": reflect_row, "abstract": abstract_row}
 
 
-def practice_rows(rng: random.Random, count: int) -> list[Row]:
-    """`count` traces in the proportions of MIXTURE."""
+def practice_rows(rng: random.Random, count: int, asked: Sequence[Family] = FAMILIES) -> list[Row]:
+    """`count` traces in the proportions of MIXTURE, of questions of the given families."""
     kinds = rng.choices(list(MIXTURE), weights=list(MIXTURE.values()), k=count)
-    return [ROWS[kind](rng) for kind in kinds]
+    return [ROWS[kind](rng, asked) for kind in kinds]

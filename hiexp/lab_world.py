@@ -4,15 +4,16 @@ A world is a graph of typed entities; each fact is one short passage. A family i
 plan that answers it, and (for held-back families) the plausible wrong plan that a naive reader takes: the current label
 for the first one, today's mayor for that of a year, any film of a name for the one of a year. A plan is a tuple of
 steps; a step is the attribute to look up for the value found last, or for the question's first ("one ...") or second
-("two ...") entity. Add a family: one entry in FAMILIES.
+("two ...") entity. Add a family: one entry in FAMILIES (and its wordings in other languages in lab_wordings.json).
 """
 
 import itertools
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from hiexp.data import Sample
+from hiexp.lab_languages import wordings
 from hiexp.trajectory import Document
 
 Plan = tuple[str, ...]
@@ -52,6 +53,7 @@ class Family:
     """with {a}, {b} for the entities and {y} for a year; the last wording appears in test questions only"""
     plan: Plan
     trap: Plan = ()
+    language: str = "en"
 
     @property
     def is_held_back(self) -> bool:
@@ -335,10 +337,23 @@ def follow(world: World, family: Family, subjects: tuple[str, ...], year: str) -
     return value
 
 
-def questions(world: World, per_family: dict[str, int], seed: int) -> dict[str, list[Sample]]:
+def families(languages: Sequence[str] = ("en",)) -> tuple[Family, ...]:
+    """Every family in each of the languages, one language after the other."""
+    others = wordings()
+    return tuple(
+        family if code == "en" else replace(family, wordings=others[code][family.name], language=code)
+        for code in languages
+        for family in FAMILIES
+    )
+
+
+def questions(
+    world: World, per_family: dict[str, int], seed: int, languages: Sequence[str] = ("en",)
+) -> dict[str, list[Sample]]:
     """Split -> samples; no subject (pair, year) of a family is in two splits, test also has the unseen wording.
 
-    ValueError when the world is too small for what is asked.
+    Every question is there in each language, with the same answer; those that are not English have the id of the
+    English one and ".zh" behind it. ValueError when the world is too small for what is asked.
     """
     splits: dict[str, list[Sample]] = {name: [] for name in per_family}
     for number, family in enumerate(FAMILIES):
@@ -349,10 +364,13 @@ def questions(world: World, per_family: dict[str, int], seed: int) -> dict[str, 
                 subjects, year, answer = cases.pop()
                 last = len(family.wordings) - 1
                 is_new = split == "test" and index % 3 == 2
-                wording = family.wordings[last if is_new else index % last]
                 group = ("held_back" if family.is_held_back else "taught") + ("_new_wording" if is_new else "")
-                text = wording.format(a=subjects[0], b=subjects[-1], y=year)
-                splits[split].append(Sample(f"{family.name}-{split}-{index}", text, (answer,), family.name, group))
+                for asked in families(languages)[number :: len(FAMILIES)]:
+                    wording = asked.wordings[last if is_new else index % last]
+                    text = wording.format(a=subjects[0], b=subjects[-1], y=year)
+                    behind = "" if asked.language == "en" else f".{asked.language}"
+                    key = f"{family.name}-{split}-{index}{behind}"
+                    splits[split].append(Sample(key, text, (answer,), family.name, group + behind.replace(".", "_")))
     return splits
 
 

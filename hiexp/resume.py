@@ -31,8 +31,10 @@ HARMLESS = (
     "train.save_every", "train.show_every", "train.dev_every", "optim.tokens_per_micro_batch", "optim.max_nonfinite",
     "engine.gpu_memory_fraction", "shard.checkpoint_layers", "shard.cpu_offload", "shard.replicas",
 )  # fmt: skip
-"""Settings that may differ on resuming, as they do not change what is learned. train.steps may be raised too, where the
-learning rate does not depend on it."""
+"""Settings that may differ on resuming, as they do not change what is learned. train.steps may be raised too, where
+neither the learning rate nor the dosage depends on it."""
+WRITERS = tuple(f"build.*.{name}" for name in ("concurrency", "timeout", "max_retries", "max_calls", "max_tokens"))
+"""What may still differ of build.* where a refresh writes lessons during training."""
 REMEDY = "choose another out=... or delete that folder"
 SAME_REQUEST_SECONDS = 1.0
 """A scheduler signals the launcher and the workers, and the launcher the workers again: that is one request."""
@@ -188,10 +190,13 @@ def changed_settings(saved: Path, config: Any) -> dict[str, tuple[Any, Any]]:
 def refused(changes: dict[str, tuple[Any, Any]], config: Any) -> dict[str, tuple[Any, Any]]:
     """Those of the changes that would make it another experiment."""
     is_constant = getattr(getattr(config, "optim", None), "schedule", "constant") == "constant"
+    is_constant &= not getattr(getattr(config, "dosage", None), "follows_training", False)
+    is_refreshed = getattr(getattr(config, "refresh", None), "every", 0) > 0
+    harmless = (*(one for one in HARMLESS if one != "build.*"), *WRITERS) if is_refreshed else HARMLESS
     return {
         key: (old, new)
         for key, (old, new) in changes.items()
-        if not any(fnmatch.fnmatchcase(key, pattern) for pattern in HARMLESS)
+        if not any(fnmatch.fnmatchcase(key, pattern) for pattern in harmless)
         and not (key == "train.steps" and new > old and is_constant)
     }
 

@@ -69,7 +69,8 @@ def score(
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """What to log about a step's trajectories; answer_words is a mean over those that have an answer."""
+    """What to log about a step's trajectories; answer_words is a mean over those that have an answer, case_frac
+    one over executed queries."""
     words = [len(t.answer.split()) for t in trajectories if has_answer(t)]
     metrics = {
         "rollout/no_answer_frac": no_answer_frac(trajectories),
@@ -78,6 +79,13 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "rollout/searches": _mean(t.num_searches for t in trajectories),
         "rollout/tokens": _mean(t.num_tokens for t in trajectories),
         "rollout/response_tokens": _mean(t.num_response_tokens for t in trajectories),
+        "rollout/strategy_frac": _mean(bool(t.strategies) for t in trajectories),
+        "rollout/case_frac": _mean(
+            bool(turn.cases) for t in trajectories for turn in t.turns if turn.action == "search" and not turn.notice
+        ),
+        "rollout/experience_tokens": _mean(
+            sum(len(s.token_ids) for s in t.segments if s.source is Source.EXPERIENCE) for t in trajectories
+        ),
         "rollout/malformed_frac": _mean(turn.action == "malformed" for t in trajectories for turn in t.turns),
     }
     for status in (Status.OUT_OF_TURNS, Status.TRUNCATED, Status.BROKEN):

@@ -120,8 +120,8 @@ def run_rollouts(
     progress: called with the number of trajectories that ended since its last call.
     first: position of samples[0] among all questions of the step. Seeds derive from (seed, position, member, turn), so
         the ranks that share a step's questions sample what one rank alone would.
-    hinted: per sample, whether its group gets experience at all; None = every group does. Whole groups, because within
-        one the attempts without experience would fare worse than their siblings and be trained against.
+    hinted: per sample, whether its group gets experience at all; None = all that `hek.wants` to. Whole groups, because
+        within one the attempts without experience would fare worse than their siblings and be trained against.
     metrics: "time/search" is raised by the seconds of searching, "time/search_wait" by those the engine stood still,
         "search/neutralised" by the tags and control tokens found in documents; what the backend counts is added.
     search_runner: instead of the thread, or of the call between two steps.
@@ -218,6 +218,8 @@ class _Run:
 
     def open(self, samples: Sequence[Sample], hinted: Sequence[bool], first: int) -> list[_Row]:
         """Plan each question once and open its group."""
+        wanted = self.hek.wants([sample.question for sample in samples], [sample.id for sample in samples])
+        hinted = [drawn and wants for drawn, wants in zip(hinted, wanted, strict=True)]
         plans: list[tuple[str, tuple[str, ...]]] = [("", ())] * len(samples)
         asked = [i for i, sample in enumerate(samples) if hinted[i]] if self.cfg.strategy_level else []
         if asked:

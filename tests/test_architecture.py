@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]
 MODULES = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "hiexp").glob("*.py")}
 
 AGENT = """
-protocols encoder search search_types corpora passages rankers vectors indexes recall experience acceptance hits hek
-rewards engine vllm_engine vllm_weights rollout sampling kv_cache background
+protocols encoder search search_types corpora passages rankers vectors indexes recall experience effects acceptance
+hits hek languages rewards engine vllm_engine vllm_weights rollout sampling kv_cache background
 """
 OPTIMISATION = """
 advantages loss fused attention lora batching model fsdp trainer step_metrics shards checkpoint
@@ -24,15 +24,15 @@ LAYERS = dict(
         for line in """
 redact config trajectory distributed advantages
 protocols metrics data encoder tracking resume run_log watch paired loss fused attention lora speed sampling kv_cache \
-background charts reply_parser journal api_client lab_world components corpora passages search_types \
+background charts reply_parser journal api_client lab_world lab_languages components corpora passages search_types \
 observations dialects search_remote_config http_calls micro_batches
 engine vllm_engine vllm_weights search search_cache search_clients search_tavily \
-rankers vectors indexes experience acceptance hits hek rewards batching model clustering \
-hek_prompts hek_filters recall
+rankers vectors indexes experience acceptance hits hek rewards batching model clustering languages \
+hek_prompts hek_filters recall effects dosage success agent_logs attempts
 rollout step_metrics trainer fsdp shards checkpoint hek_report reflector run_panel demonstrations
-hek_build evaluation report report_views convert lab_teacher
+hek_build hek_update evaluation report report_views convert lab_teacher hek_page
 browse hek_view assemble hek_stages lab_policy
-lab_demo sft search_cli corpus_build search_server
+lab_demo sft refresh uplift search_cli corpus_build search_server
 lab
 """.strip().splitlines()
     )

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +89,56 @@ def child(arguments: list[str], fault: tuple[str, int] | None, errors: str) -> N
                 os.kill(os.getpid(), signal.SIGTERM)
             super().check(*arguments)
 
+    if any(one.startswith("refresh.every") for one in arguments):
+        teach((lambda name: name == f"v{at:04d}") if kind == "kill after version" else lambda _: False)
     write, shards.write_shard = shards.write_shard, write_shard
     step, gather, train.collect = 0, train.collect, collect
     train.score, train.StopSignal = score, Stop
     os._exit(run_script(train.main, Config, arguments, ""))
+
+
+def teach(is_last: Callable[[str], bool]) -> None:
+    """An untrained policy succeeds at nothing and writes no lesson: judge, lessons, plans and the gate's rewards are
+    made of what it sampled. Its own replies are asked for all the same. Dies when a version that `is_last` is written.
+    """
+    import torch
+
+    from hiexp import hek_update, refresh
+    from hiexp.experience import Experience
+    from hiexp.hek_build import sources_of
+
+    def is_success(trajectory: Any, *_: Any, **__: Any) -> bool:
+        return sum(trajectory.token_ids) % 2 == 1
+
+    def reflect(_: Any, pairs: Any, __: Any) -> list[Any]:
+        return [
+            Experience(
+                "", 1, "mixed", " ".join(one.sample.question.split()[:4]),
+                f"label {len(one.right.turns)} city {len(one.wrong.turns)} {one.sample.id[-1]}",
+                qa_groups=((one.sample.id, one.sample.question),),
+            )
+            for one in pairs
+        ]  # fmt: skip
+
+    def abstract(writer: Any, clusters: Any, rows: Any, level: int, *more: Any) -> list[Any]:
+        real(writer, clusters, rows, level, *more)
+        named = [(one, (one[0].title, f"city {len(one)} {one[-1].description}")) for one in clusters]
+        return [
+            Experience("", level, "plan", *text, qa_groups=sources_of(one), child_ids=tuple(e.id for e in one))
+            for one, text in named
+        ]
+
+    def score(trajectories: Any, samples: Any, cfg: Any, size: int) -> Any:
+        return torch.tensor([sum(one.token_ids) % 7 / 7 for one in trajectories]).reshape(len(samples), size)
+
+    def move(folder: Path, place: Path) -> None:
+        rename(folder, place)
+        if is_last(place.name):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    real, rename = hek_update.abstract, refresh._move
+    refresh.is_success, refresh.reflect, refresh.score, refresh._move = is_success, reflect, score, move
+    hek_update.abstract = abstract
 
 
 def start(arguments: list[str], fault: tuple[str, int] | None = None, errors: Path = Path(os.devnull)) -> int:
@@ -113,6 +160,10 @@ def outcome(out: Path) -> dict[str, Any]:
         "policy": {path.name: path.read_bytes() for path in sorted((out / "policy").iterdir())},
         "tensors": manifest["files"],
         "state": manifest["state"],
+        "hek": {
+            str(path.relative_to(out)): path.read_bytes()
+            for path in sorted(out.glob("hek/[vr]*/*"))  # versions, and those that were rejected
+        },
         "finished": json.loads((out / "summary.json").read_text())["steps"],
     }
 
@@ -168,3 +219,59 @@ def test_fault_10_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(se
     (out / "checkpoints/step_000001/manifest.json").write_text("{")
     assert start(command, None, errors := tmp_path / "errors") == 2
     assert "step_000001 is damaged" in errors.read_text() and "no checkpoint in" in errors.read_text()
+
+
+@pytest.fixture(scope="module")
+def refreshing(settings):
+    """A run that begins without a store and refreshes it after its second and fourth step."""
+    return [
+        *settings,
+        "refresh.every=2",
+        "refresh.gate_questions=4",
+        "refresh.gate_tolerance=100",
+        "refresh.control=0.3",
+        "refresh.merge_threshold=null",
+        "build.threshold_1=0.5",
+        "refresh.unused_steps=3",
+        "hek.strategy_threshold=-1",
+        "dosage.tokens_end=0.5",
+        "dosage.steps=5",
+        "build.max_attempts=1",
+        "build.max_new_tokens=4",
+    ]
+
+
+@pytest.fixture(scope="module")
+def refreshed(refreshing, tmp_path_factory):
+    out = tmp_path_factory.mktemp("refreshed") / "run"
+    assert start([*refreshing, f"out={out}"]) == 0
+    found = outcome(out)
+    assert [line["hek/version"] for line in found["metrics"]] == [0, 1, 1, 2, 2]
+    assert {name.split("/")[1] for name in found["hek"]} == {"v0000", "v0001", "v0002"}
+    lines = [json.loads(line) for line in found["trajectories"].splitlines()]
+    assert {line["hek_version"] for line in lines} == {-1, 0, 1, 2}
+    assert any(line["strategies"] for line in lines) and found["metrics"][3]["refresh/gate_difference"]
+    assert len({line["sample_id"] for line in lines}) <= 12  # 16 questions, of which 4 compare versions
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fault", "newest", "more"),
+    [
+        (("kill after version", 2), 3, ()),
+        (("kill after rollout", 4), 3, ("checkpoint.every=3",)),  # the second refresh is done again
+        (("kill after version", 1), None, ("checkpoint.every=3",)),  # so is the first, from the very start
+    ],
+    ids=["before_the_checkpoint", "long_before_the_checkpoint", "before_any_checkpoint"],
+)
+def test_fault_04_a_run_that_refreshes_its_hek_ends_with_the_same_bytes(
+    refreshing, refreshed, tmp_path, fault, newest, more
+):
+    out = tmp_path / "run"
+    command = [*refreshing, f"out={out}", *more]
+    assert start(command, fault) == -signal.SIGKILL
+    found = sorted(path.name for path in (out / "checkpoints").glob("step_*"))
+    assert found[-1:] == ([f"step_{newest:06d}"] if newest else [])
+    assert (out / "hek/v0001/header.json").is_file()
+    assert start(command) == 0
+    assert outcome(out) == refreshed

@@ -9,7 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression
+from support import ToySearch
 
+from evaluate import acceptance
 from hiexp.acceptance import (
     FEATURES,
     Gate,
@@ -25,7 +27,10 @@ from hiexp.acceptance import (
 from hiexp.config import ConfigError
 from hiexp.data import Sample
 from hiexp.encoder import HashEncoder, unit_rows
+from hiexp.experience import Asked
 from hiexp.hek import HEK, Experience, HEKConfig, refuse_evaluation_questions
+from hiexp.protocols import PROTOCOLS
+from hiexp.rollout import RolloutConfig, run_rollouts
 
 
 class TableEncoder:
@@ -382,3 +387,35 @@ def test_evaluation_questions_among_the_sources_are_refused():
         refuse_evaluation_questions(hek, [fresh, Sample("test-2", "who founded ROME", ("a",))])
     with pytest.raises(ConfigError, match=r"first 'x' \(same id"):
         refuse_evaluation_questions(hek, [Sample("x", "Something else?", ("a",))])
+
+
+def test_a_question_that_is_better_off_alone_is_shown_nothing_in_a_rollout(scripted_engine):
+    questions = ["which one", "where then"]
+    entry = Experience("E2-1", 2, "pattern", "which one where then", "do it", qa_groups=(("x", "y"),))
+    case_ = Experience("E1-1", 1, "mixed", "which one where then", "look", qa_groups=(("x", "y"),))
+    asked = [Asked("a", questions[0], 0.9, 64, 0.1, 64), Asked("b", questions[1], 0.1, 64, 0.9, 64)]
+    cfg = HEKConfig(min_uplift=0.0, strategy_threshold=-1.0, case_threshold=-1.0)
+    hek = HEK([entry, case_], HashEncoder(64), cfg).with_asked(asked)
+    samples = [Sample("a", questions[0], ("Oslo",)), Sample("b", questions[1], ("Oslo",))]
+    turns = ["<search> where </search>", "<answer> Oslo </answer>"]
+
+    def shown(hek, hinted=None):
+        engine, compact = scripted_engine(turns * 2), PROTOCOLS["compact"]
+        settings = RolloutConfig(group_size=1, protocol="compact")
+        rows = run_rollouts(engine, engine.tokenizer, compact, ToySearch(), hek, samples, settings, 0, hinted=hinted)
+        return [(row.strategies, {case for turn in row.turns for case in turn.cases}, row.hek_version) for row in rows]
+
+    assert shown(hek) == [((), set(), -1), (("E2-1",), {"E1-1"}, 0)]
+    assert shown(hek, [True, False]) == [((), set(), -1)] * 2
+    assert shown(HEK([entry, case_], HashEncoder(64), replace(cfg, min_uplift=None)).with_asked(asked))[0][0]
+    limited = HEK([entry, case_], HashEncoder(64), replace(cfg, min_uplift=None, max_success=0.5)).with_asked(asked)
+    assert [row[0] for row in shown(limited)] == [(), ("E2-1",)]
+
+
+def test_a_results_setting_tells_every_key_of_acceptance_and_the_gates_content(tmp_path):
+    (tmp_path / "gate.json").write_text("one")
+    cfg = HEKConfig(path="here", accept="gate", gate=str(tmp_path / "gate.json"), min_uplift=0.1)
+    told = acceptance(cfg)
+    assert told["min_uplift"] == 0.1 and told["accept"] == "gate" and told["gate"] == "one" and "path" not in told
+    (tmp_path / "gate.json").write_text("two")
+    assert acceptance(cfg) != told and acceptance(replace(cfg, path="there")) == acceptance(cfg)

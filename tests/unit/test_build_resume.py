@@ -12,8 +12,10 @@ import signal
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from endpoint import serve
 from support import build_byte_tokenizer, build_tiny_model
@@ -104,21 +106,23 @@ def child(arguments: list[str], notes: str, kill: tuple[str, int], errors: str) 
     sys.stderr = Path(errors).open("a", buffering=1)  # noqa: SIM115 (for the life of the process)
     where, at = kill
     writes = 0
+    to_file: Counter[str] = Counter()
 
     def append(path: Path, data: bytes) -> int:
         nonlocal writes
         writes += 1
+        to_file[path.name] += 1
         if (where, at) == ("before a write", writes):
             os.kill(os.getpid(), signal.SIGKILL)
         if (where, at) == ("inside a write", writes):
             inner(path, data[: len(data) * 2 // 3])
             os.kill(os.getpid(), signal.SIGKILL)
         end = inner(path, data)
-        if (where, at) == ("after a write", writes):
+        if (where, at) in (("after a write", writes), (f"after a write to {path.name}", to_file[path.name])):
             os.kill(os.getpid(), signal.SIGKILL)
         return end
 
-    def die(*_: Any) -> None:
+    def die(*_: Any, **__: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def start_engine(agent: Any, *_: Any) -> Any:
@@ -129,11 +133,42 @@ def child(arguments: list[str], notes: str, kill: tuple[str, int], errors: str) 
     hek_stages.start_engine, hek_stages.engine_only = start_engine, lambda cfg: (None, None)
     hek_stages.ROLLOUTS_AT_ONCE = assemble.ROLLOUTS_AT_ONCE = 16
     api_client.FIRST_PAUSE = 0.01
-    if where == "before the summary":
-        build_hek.finish_run = die
+    plant(where, die)
     code = run_script(build_hek.main, Config, arguments, "")
     sys.stdout.flush()
     os._exit(code)
+
+
+def plant(where: str, die: Any) -> None:
+    """Death inside a stage that writes no journal."""
+    import build_hek
+    from hiexp import experience, hek_build, journal
+
+    def half_a_vector(file: Any, rows: Any) -> None:
+        file.write(rows.tobytes()[: rows.nbytes // 2])
+        file.flush()
+        die()
+
+    def half_a_store(folder: Path, *parts: Any) -> None:
+        write(folder, *parts)
+        (folder / "header.json").unlink()
+        die()
+
+    write = experience._write
+    if where == "in the embedding":
+        journal.np = SimpleNamespace(load=np.load, save=half_a_vector)
+    elif where == "before a vector has its name":
+        journal.np = SimpleNamespace(load=np.load, save=lambda file, rows: (np.save(file, rows), die()))
+    elif where == "in the clustering":
+        hek_build.cluster = die
+    elif where == "in the saving":
+        experience._write = half_a_store
+    elif where == "before the store has its name":
+        experience._swap = die
+    elif where == "before the page":
+        build_hek.write_build_page = die
+    elif where == "before the summary":
+        build_hek.finish_run = die
 
 
 def start(arguments: list[str], notes: Path, where: str = "", at: int = 0) -> int:
@@ -220,6 +255,53 @@ def test_a_teacher_behind_an_endpoint_is_asked_once_for_each_reply(settings, tmp
         assert {entry["source_model"] for entry in entries} == {"big"}
         asked = "".join(path.read_text() for path in tmp_path.glob("*.notes"))
         assert "<reflect>" not in asked and "<abstract>" in asked, "abstractions stay with the policy"
+
+
+STAGES = [
+    ("after a write to rollouts.jsonl", 2),
+    ("after a write to replies.jsonl", 5),
+    ("in the embedding", 1),
+    ("before a vector has its name", 1),
+    ("in the clustering", 1),
+    ("after a write to stages.jsonl", 1),
+    ("after a write to replies.jsonl", 1),
+    ("in the clustering", 1),
+    ("after a write to replies.jsonl", 1),
+    ("in the saving", 1),
+    ("before the store has its name", 1),
+    ("before the page", 1),
+]
+"""In the order of the build: rollout, reflect, embed, cluster, abstract, cluster, abstract, save, and what is left."""
+
+
+def test_killed_in_every_stage_it_gives_the_same_hek_and_pays_for_no_reply_twice(settings, tmp_path, monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with serve(lambda prompt, seed, n: written(prompt, seed)) as endpoint:
+        one = [
+            f"build.{role}.{key}"
+            for role in ("reflector", "abstractor")
+            for key in (f"url={endpoint.url}", "model=big")
+        ]
+        one += ["build.reflector.concurrency=1", "build.abstractor.concurrency=1"]
+        assert start([*settings, *one, f"out={tmp_path / 'whole'}"], tmp_path / "whole.notes") == 0
+        paid = Counter(endpoint.asked)
+        endpoint.asked.clear()
+        out, notes = tmp_path / "cut", tmp_path / "cut.notes"
+        reached = []
+        for where, at in STAGES:
+            assert start([*settings, *one, f"out={out}"], notes, where, at) == -signal.SIGKILL, where
+            header = out / "hek/header.json"
+            reached.append((len(endpoint.asked), header.exists()))
+        assert start([*settings, *one, f"out={out}"], notes) == 0
+    assert Counter(endpoint.asked) == paid and set(paid.values()) == {1}
+    assert calls(notes) == calls(tmp_path / "whole.notes")
+    asked = [count for count, _ in reached]
+    assert asked[0] == 0 < asked[1] == 5 and asked == sorted(asked)
+    assert asked[5] < asked[6] <= asked[7] < asked[8] <= asked[9] == len(endpoint.asked), "levels 2 and 3 were begun"
+    assert [has_store for _, has_store in reached] == [False] * 11 + [True]
+    assert folder_hash(out / "hek") == folder_hash(tmp_path / "whole/hek")
+    for name in ("trajectories.jsonl", "report.md", "report.html"):
+        assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
 
 
 def test_at_a_cap_it_stops_with_code_3_and_goes_on_when_the_cap_is_raised(settings, whole, tmp_path):

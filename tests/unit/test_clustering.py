@@ -22,7 +22,6 @@ from hiexp.clustering import (
     centroids,
     cluster,
     height,
-    insertion_due,
     near_duplicates,
 )
 from hiexp.config import ConfigError
@@ -230,19 +229,6 @@ def test_a_new_row_at_the_threshold_joins_and_one_that_says_nothing_waits():
     assert assign(new, means[:0], -1.0).tolist() == [-1, -1, -1]
     assert assign(new[:0], means, 0.5).tolist() == []
     assert centroids(np.eye(3), []).shape == (0, 3)
-
-
-def test_what_is_due_after_insertion():
-    new = np.vstack([np.eye(4)[[0, 0, 1, 2, 2, 2, 3]], np.zeros((1, 4))])
-    placed = assign(new, np.eye(4)[:2], 0.9)
-    due = insertion_due([8, 5, 90], new, placed, 0.9)
-    assert due.stale == (0,)  # 2 of 10, but 1 of 6
-    assert due.new == ((3, 4, 5),) and not due.rebuild
-    assert insertion_due([8, 5, 90], new, placed, 0.9, min_cluster=4).new == ()
-    assert insertion_due([8, 24], new, placed, 0.9).rebuild  # 8 of 40
-    assert not insertion_due([8, 25], new, placed, 0.9).rebuild
-    nothing = insertion_due([], new[:0], placed[:0], 0.9)
-    assert nothing.stale == nothing.new == () and not nothing.rebuild
 
 
 def test_every_linkage_that_is_offered_is_tested():

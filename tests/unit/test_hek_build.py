@@ -78,7 +78,7 @@ def trajectory(sample_id, member, queries, answer, status=Status.ANSWERED, token
     turns = [Turn(f"<search> {q} </search>", "search", q, (Document("a title", f"about {q}"),)) for q in queries]
     turns += [Turn(f"<answer> {answer} </answer>", "answer", answer)] if answer else []
     segments = [Segment(Source.POLICY, (1,) * tokens, (0.0,) * tokens)]
-    return Trajectory(sample_id, member, 0, (), segments, turns, status, answer)
+    return Trajectory(sample_id, member, segments=segments, turns=turns, status=status, answer=answer)
 
 
 def group(sample, *attempts):

@@ -42,10 +42,9 @@ class ScriptedWriter:
 
 
 def solution(sample, member, text, answer):
-    segments = [Segment(Source.POLICY, (1,), (0.0,))]
-    return Trajectory(
-        sample.id, member, 0, (), segments, [Turn(text, "answer", answer)], Status.ANSWERED, answer, float(not member)
-    )
+    done = {"status": Status.ANSWERED, "answer": answer, "reward": float(not member)}
+    turns, segments = [Turn(text, "answer", answer)], [Segment(Source.POLICY, (1,), (0.0,))]
+    return Trajectory(sample.id, member, turns=turns, segments=segments, **done)
 
 
 def build(reply, cfg, count=2):

@@ -50,7 +50,7 @@ def test_show_prints_the_tree_with_its_sources(store, capsys):
 def test_search_says_what_is_shown_and_why(store, capsys):
     assert main(["search", store, "who founded a band", "--level", "1", "--top", "2"]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[0] == "level 1 (3 entries): who founded a band"
+    assert out[0] == "level 1 (3 entries): who founded a band [en]"
     assert out[2].split()[:3] == ["yes", "E1-1", "1.000"] and "cosine 1.000 >= 0.900" in out[2]
     assert out[3].split()[:2] == ["no", "E1-2"] and "< 0.900" in out[3]
     assert main(["search", store, "--sample", "a", "who founded a band", "hek.case_threshold=0.1"]) == 0
@@ -112,7 +112,7 @@ def test_stats_count_what_is_there(store, capsys):
     assert figures["questions"] == 3 and (cases["entries"], patterns["entries"]) == (3, 1)
     assert cases["title_words"] == {"least": 4, "median": 4.0, "most": 4}
     assert patterns["cluster_sizes"]["most"] == 2 and patterns["coverage"] == pytest.approx(2 / 3)
-    assert cases["orphans"] == {"count": 1, "first": ["E1-3"]} and cases["languages"] == {"latin script": 3}
+    assert cases["orphans"] == {"count": 1, "first": ["E1-3"]} and cases["languages"] == {"en": 3}
     assert main(["stats", store]) == 0
     assert "3 source questions" in capsys.readouterr().out
 

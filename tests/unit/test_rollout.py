@@ -331,6 +331,76 @@ def test_experience_is_planned_once_and_shown_once(scripted_engine, byte_tokeniz
     assert forged.answer == "" and "E1-2" in forged.turns[0].cases
 
 
+HINTS = [
+    experience("E2-1", 2, "who is it"),
+    experience("E1-1", 1, "alpha"),
+    experience("E1-2", 1, "beta"),
+]
+
+
+def hinted_run(byte_tokenizer, hinted, samples, hek=None, first=0):
+    """What is written next depends on every token so far and on the seed, so a change anywhere before would show."""
+
+    def turns(key, prompt_ids):
+        word = ("alpha", "beta", "gamma")[sum(prompt_ids) % 3]
+        return query(f"{word} {len(prompt_ids) % 7}") if sum(prompt_ids) % 5 else ANSWER
+
+    engine = ScriptedEngine(byte_tokenizer, turns)
+    store = HEK(HINTS, LetterEncoder(), HEKConfig(case_threshold=0.3, strategy_threshold=0.3)) if hek is None else hek
+    cfg = RolloutConfig(group_size=2, protocol="compact", max_turns=4)
+    parts = (engine, byte_tokenizer, COMPACT, ToySearch(), store, samples, cfg, 3)
+    rows = run_rollouts(*parts, first=first, hinted=hinted)
+    return rows, {
+        key: [(k, ids, n, sampling) for k, ids, n, sampling in engine.requests if k[0] == key] for key in range(3)
+    }
+
+
+@pytest.mark.parametrize("flags", [(a, b, c) for a in (True, False) for b in (True, False) for c in (True, False)])
+def test_unhinted_groups_see_no_experience_and_the_others_are_as_they_were(byte_tokenizer, flags):
+    samples = [Sample(f"q{i}", f"who is it {'abc'[i]} ?", ("x",)) for i in range(3)]
+    every, asked_of_every = hinted_run(byte_tokenizer, None, samples)
+    none, asked_of_none = hinted_run(byte_tokenizer, None, samples, HEK.empty())
+    rows, asked = hinted_run(byte_tokenizer, flags, samples)
+    assert [t.sample_id for t in rows] == [f"q{i}" for i in range(3) for _ in range(2)]
+    for i, flag in enumerate(flags):
+        for member in (2 * i, 2 * i + 1):
+            row, twin = rows[member], (every if flag else none)[member]
+            assert (row.token_ids, row.segments, row.turns) == (twin.token_ids, twin.segments, twin.turns)
+            assert (row.status, row.answer, row.strategies) == (twin.status, twin.answer, twin.strategies)
+            if flag:
+                assert row.hek_version == 0 and row.strategies == ("E2-1",)
+            else:
+                assert row.hek_version == -1 and row.strategies == ()
+                assert not any(turn.cases for turn in row.turns)
+                assert Source.EXPERIENCE not in row.sources
+                assert "advice" not in row.render(byte_tokenizer) and "<experience>" not in row.render(byte_tokenizer)
+        assert asked[i] == (asked_of_every if flag else asked_of_none)[i], "prompts, room and seeds"
+    assert any(turn.cases for row in every for turn in row.turns), "cases are shown where they may be"
+
+
+def test_unhinted_questions_are_not_even_looked_up(byte_tokenizer):
+    samples = [Sample(f"q{i}", f"who is it {'abc'[i]} ?", ("x",)) for i in range(3)]
+    hek = HEK(HINTS, LetterEncoder(), HEKConfig(case_threshold=0.3, strategy_threshold=0.3))
+    asked, inner, cases = [], hek.strategy_block, hek.cases
+    hek.strategy_block = lambda questions, ids, *rest: asked.append(list(ids)) or inner(questions, ids, *rest)
+    hek.cases = lambda keys, ids, shown: asked.append(list(ids)) or cases(keys, ids, shown)
+    hinted_run(byte_tokenizer, [False, True, False], samples, hek)
+    assert asked and all(set(ids) == {"q1"} for ids in asked)
+    asked.clear()
+    hinted_run(byte_tokenizer, [False] * 3, samples, hek)
+    assert asked == []
+
+
+def test_flags_belong_to_questions_wherever_a_rank_begins(byte_tokenizer):
+    """Sampled seeds follow the position among all questions; the flags are those of the given ones."""
+    samples = [Sample(f"q{i}", f"who is it {'abc'[i]} ?", ("x",)) for i in range(3)]
+    whole, _ = hinted_run(byte_tokenizer, [True, False, True], samples)
+    part, _ = hinted_run(byte_tokenizer, [False, True], samples[1:], first=1)
+    assert [(t.token_ids, t.hek_version) for t in part] == [(t.token_ids, t.hek_version) for t in whole[2:]]
+    with pytest.raises(ValueError):
+        hinted_run(byte_tokenizer, [True], samples)
+
+
 def test_case_key_can_hold_the_question(scripted_engine):
     asked = []
     hek = HEK.empty()

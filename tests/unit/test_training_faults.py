@@ -23,6 +23,8 @@ from hiexp.batching import Batch, Layout, TokenView, micro_batches, trajectory_r
 from hiexp.config import ConfigError, load
 from hiexp.data import PromptSampler, Sample
 from hiexp.distributed import Context
+from hiexp.dosage import DosageConfig
+from hiexp.hek_update import RefreshConfig
 from hiexp.loss import ALGORITHMS, MISMATCH, LossConfig, policy_loss
 from hiexp.metrics import METRICS
 from hiexp.resume import StopRequested, StopSignal
@@ -132,7 +134,9 @@ def test_fault_22_a_reward_that_is_not_finite_is_refused_by_name_before_anything
 
 
 def loop() -> train.Loop:
-    return train.Loop(PromptSampler([Sample("q", "?", ("a",))], 0), CollapseWatch(WatchConfig(patience=0)), "hash")
+    closed_loop: Any = SimpleNamespace(state=dict, load_state=lambda _: None, open=lambda: None)
+    sampler = PromptSampler([Sample("q", "?", ("a",))], 0)
+    return train.Loop(sampler, CollapseWatch(WatchConfig(patience=0)), closed_loop, "hash")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -307,6 +311,7 @@ def test_bug_54_the_ratio_on_policy_is_one_at_every_temperature_and_a_cut_distri
         loss=LossConfig(mismatch="truncate"),
         engine=SimpleNamespace(tensor_parallel=1),
         train=SimpleNamespace(prompts_per_step=1, refill=0),
+        refresh=RefreshConfig(),
         shard=SimpleNamespace(replicas=1),
         log=LogConfig(),
     )
@@ -489,7 +494,7 @@ class ScriptedAgent:
     def __init__(self) -> None:
         self.asked: list[tuple[list[str], int, int]] = []
 
-    def rollout(self, samples, seed, progress, first, metrics):
+    def rollout(self, samples, seed, progress, first, metrics, **_):
         self.asked.append(([sample.id for sample in samples], seed, first))
         progress(1)
         kinds = {"same": ("gold", "gold"), "none": ("no", "no"), "mixed": ("gold", "no")}
@@ -507,10 +512,12 @@ def collect(kinds: list[str], prompts: int, refill: int, ctx: Context | None = N
     sampler._order = list(range(len(samples)))
     cfg: Any = SimpleNamespace(
         seed=3,
-        train=SimpleNamespace(prompts_per_step=prompts, refill=refill),
-        rollout=SimpleNamespace(group_size=2, max_response_tokens=9),
+        train=SimpleNamespace(prompts_per_step=prompts, refill=refill, steps=10),
+        rollout=SimpleNamespace(group_size=2, max_response_tokens=9, strategy_tokens=5, case_tokens=5),
         engine=SimpleNamespace(tensor_parallel=1),
         reward=RewardConfig(),
+        dosage=DosageConfig(),
+        refresh=RefreshConfig(),
     )
     agent, metrics = agent or ScriptedAgent(), {}
     with warnings.catch_warnings():
@@ -520,7 +527,9 @@ def collect(kinds: list[str], prompts: int, refill: int, ctx: Context | None = N
 
 
 def names(found) -> list[str]:
-    trajectories, rewards = found
+    trajectories, rewards, drawn = found
+    ids = [id(one) for one in drawn]
+    assert all(id(one) in ids for one in trajectories)
     assert [one.reward for one in trajectories] == pytest.approx(rewards.flatten().tolist())
     assert [one.member for one in trajectories] == [0, 1] * len(rewards)
     return [one.sample_id for one in trajectories][::2]
