@@ -21,7 +21,7 @@ from hiexp.evaluation import Decoding, describe_setting, evaluate, to_markdown, 
 from hiexp.hek import HEK, HEKConfig, refuse_evaluation_questions
 from hiexp.report import write_report
 from hiexp.rewards import score
-from hiexp.search import corpus_of
+from hiexp.search import describe_search
 from hiexp.tracking import finish_run, open_run_folder, write_trajectories
 
 SHOWN = 12
@@ -35,7 +35,7 @@ def main(cfg: Config) -> None:
     out = open_run_folder(cfg.out, cfg)
     start_engine(agent, cfg, *engine_only(cfg))
 
-    corpus = corpus_of(cfg.search)
+    search = describe_search(cfg.search)
     stores = {"hek_off": HEK.empty()} | ({"hek_on": agent.hek} if cfg.hek.path else {})
     results, settings, shown = {}, {}, {}
     for name, hek in stores.items():
@@ -45,7 +45,7 @@ def main(cfg: Config) -> None:
             attempts = agent.rollout_all(samples, cfg.eval.seed, f"evaluate {arm}", hek, **draw)
             score(attempts, samples, cfg.reward, decoding.samples)  # what the page shows beside each trajectory
             results[arm] = evaluate(attempts, samples, cfg.eval, decoding.samples)
-            settings[arm] = setting_of(cfg, agent, samples, decoding, hek, corpus)
+            settings[arm] = setting_of(cfg, agent, samples, decoding, hek, search)
             shown[arm] = attempts[:: decoding.samples]
             write_trajectories(out / f"trajectories_{arm}.jsonl", shown[arm])
 
@@ -59,7 +59,7 @@ def main(cfg: Config) -> None:
 
 
 def setting_of(
-    cfg: Config, agent: Agent, samples: Sequence[Sample], decoding: Decoding, hek: HEK, corpus: str
+    cfg: Config, agent: Agent, samples: Sequence[Sample], decoding: Decoding, hek: HEK, search: dict[str, Any]
 ) -> dict[str, Any]:
     """What this arm's numbers depend on; stored with them."""
     template = "".join(text for _, text in agent.protocol.prompt("?", "", agent.tokenizer))
@@ -68,7 +68,8 @@ def setting_of(
         hek=cfg.hek.path if hek is agent.hek and cfg.hek.path else None,
         protocol=cfg.rollout.protocol,
         template=template,
-        corpus=corpus,
+        corpus=search["corpus"],
+        search={name: value for name, value in search.items() if name != "corpus"},
         encoder=f"{cfg.search.backend} {agent.encoder.fingerprint if agent.encoder else ''}".strip(),
         top_k=cfg.rollout.top_k,
         samples=samples,

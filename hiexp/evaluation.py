@@ -182,6 +182,7 @@ def describe_setting(
     template: str,
     corpus: str,
     encoder: str,
+    search: Mapping[str, Any],
     top_k: int,
     samples: Iterable[Sample],
     decoding: Decoding,
@@ -189,7 +190,10 @@ def describe_setting(
     rollout: Mapping[str, Any],
     thresholds: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What a result depends on. `template` is a rendered prompt, `corpus` its hash, `encoder` names the retriever."""
+    """What a result depends on. `template` is a rendered prompt, `corpus` its hash, `encoder` names the retriever.
+
+    `search` is the rest of `describe_search`: the index, the reranker.
+    """
     return {
         "model": model,
         "hek": "none" if hek is None else _hash(p.read_text("utf-8") for p in _hek_files(Path(hek))),
@@ -197,6 +201,7 @@ def describe_setting(
         "template": _hash([template]),
         "corpus": corpus,
         "encoder": encoder,
+        "search": dict(search),
         "top_k": top_k,
         "questions": _hash(f"{s.id}\0{s.question}\0{s.answers}" for s in samples),
         "decoding": {**asdict(decoding), "seed": seed},

@@ -52,7 +52,7 @@ class Caller:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True).start()
+                threading.Thread(target=_turn, args=(self._loop,), name=self._name, daemon=True).start()
                 weakref.finalize(self, _end, self._loop, self._clients)
             return self._loop
 
@@ -82,13 +82,20 @@ class Caller:
             raise Failed(f"the answer is no JSON: {data[:40]!r}") from None
 
 
+def _turn(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
+
+
 def _end(loop: asyncio.AbstractEventLoop, clients: list[httpx2.AsyncClient]) -> None:
     """Close the connections of a Caller that nobody has any more, then its loop, which ends the thread."""
 
     async def close() -> None:
-        for client in clients:
-            await client.aclose()
-        loop.stop()
+        try:
+            for client in clients:
+                await client.aclose()
+        finally:
+            loop.stop()
 
     asyncio.run_coroutine_threadsafe(close(), loop)
 

@@ -1,17 +1,19 @@
 """Requests of many clients to one backend: those that come while a search runs are searched together next."""
 
 import asyncio
+import queue
+import threading
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from hiexp.search_types import ScoredDocument, ScoredSearch
 
 Results = list[list[ScoredDocument]]
+T = TypeVar("T")
 
 
 class Busy(Exception):
@@ -23,6 +25,38 @@ class _Job:
     queries: list[str]
     top_k: int
     answer: "asyncio.Future[Results]"
+
+
+class _Thread:
+    """Calls functions one after the other; as a daemon, so that a search that never ends keeps no process alive."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="search", daemon=True).start()
+
+    def _run(self) -> None:
+        while call := self._calls.get():
+            call()
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """The result of a function that raises nothing."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+
+        def deliver(result: T) -> None:
+            if not done.done():
+                done.set_result(result)
+
+        def work() -> None:
+            result = function()
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(deliver, result)
+
+        self._calls.put(work)
+        return await done
+
+    def end(self) -> None:
+        self._calls.put(None)
 
 
 class MicroBatcher:
@@ -62,17 +96,18 @@ class MicroBatcher:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """The worker works in this block; what waits at its end is answered first."""
-        with ThreadPoolExecutor(1, thread_name_prefix="search") as pool:
-            worker = asyncio.create_task(self._work(pool))
-            try:
-                yield
-                while self._jobs:
-                    await asyncio.sleep(0.01)
-            finally:
-                worker.cancel()
+        thread = _Thread()
+        worker = asyncio.create_task(self._work(thread))
+        try:
+            yield
+            while any(not job.answer.done() for job in self._jobs):
+                await asyncio.sleep(0.01)
+        finally:
+            worker.cancel()
+            thread.end()
 
-    async def _work(self, pool: ThreadPoolExecutor) -> None:
-        loop, is_shared = asyncio.get_running_loop(), False
+    async def _work(self, thread: "_Thread") -> None:
+        is_shared = False
         while True:
             await self._news.wait()
             if is_shared and self.waiting < self._size:
@@ -81,7 +116,7 @@ class MicroBatcher:
             is_shared = len(jobs) > 1
             if not jobs:
                 continue
-            answers = await loop.run_in_executor(pool, self._search_jobs, jobs)
+            answers = await thread.call(lambda jobs=jobs: self._search_jobs(jobs))
             for job, answer in zip(jobs, answers, strict=True):
                 if job.answer.done():  # given up meanwhile
                     continue

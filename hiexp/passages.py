@@ -32,11 +32,15 @@ LETTERS_PER_WORD = 10
 """scripts without spaces: so many characters count as one word"""
 REACH = 0.4
 """a cut moves at most so many lengths of a part to a sentence end"""
-SENTENCE_END = re.compile(r"(?:[.!?]+[\"')\]\u201d\u2019]*(?=\s+[^\sa-z])|[\u3002\uff01\uff1f]|\n)")
+SENTENCE_END = re.compile(  # once a run, and possessive: no text makes this slow
+    r"(?:(?<![.!?])[.!?]++[\"')\]\u201d\u2019]*+(?=\s++[^\sa-z])|[\u3002\uff01\uff1f]|\n)"
+)
 ABBREVIATION = re.compile(
     r"(?:\b(?:Mr|Mrs|Ms|Dr|Prof|Sr|Jr|St|Mt|Gen|Col|Capt|Lt|Sgt|Rev|Hon|vs|etc|No|Vol|Ph|Inc|Ltd|Co|Corp|ca|c|b|d|r)"
     r"|\b[A-Z]|\b[A-Za-z]\.[A-Za-z])\.$"
 )
+ABBREVIATED = 8
+"""characters that hold the longest abbreviation, its stop and a line end"""
 
 Pair = tuple[str, Document]
 
@@ -145,7 +149,8 @@ def corpus_digest(documents: Iterable[Document]) -> str:
 
 def sentence_ends(text: str) -> list[int]:
     """Offsets just behind each sentence, the last one included; initials and common short forms end none."""
-    ends = [m.end() for m in SENTENCE_END.finditer(text) if not ABBREVIATION.search(text, 0, m.end())]
+    found = (match.end() for match in SENTENCE_END.finditer(text))
+    ends = [end for end in found if not ABBREVIATION.search(text, max(end - ABBREVIATED, 0), end)]
     return [end for end in ends if end < len(text)] + [len(text)]
 
 
@@ -173,11 +178,12 @@ def cut(text: str, words: int) -> list[str]:
 
 
 def _cut_near(place: float, step: float, *choices: np.ndarray) -> int:
+    """`choices`: sorted places, the better ones first."""
     for places in choices:
-        if len(places):
-            near = int(places[np.abs(places - place).argmin()])
-            if abs(near - place) <= REACH * step:
-                return near
+        at = int(np.searchsorted(places, place))
+        around = [int(near) for near in places[max(at - 1, 0) : at + 1] if abs(near - place) <= REACH * step]
+        if around:
+            return min(around, key=lambda near: abs(near - place))
     return round(place)
 
 

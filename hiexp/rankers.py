@@ -13,6 +13,7 @@ import numpy as np
 
 from hiexp.config import ConfigError
 from hiexp.encoder import Encoder, unit_rows
+from hiexp.search_cache import counters
 from hiexp.search_types import ScoredDocument, ScoredSearch, check_top_k
 from hiexp.trajectory import Document
 
@@ -142,6 +143,9 @@ class Reranked(ScoredSearch):
 
     def __init__(self, backend: ScoredSearch, score: Callable[[list[tuple[str, str]]], np.ndarray], depth: int) -> None:
         self.backend, self.score, self.depth = backend, score, depth
+
+    def counters(self) -> dict[str, float]:
+        return counters(self.backend)
 
     def search_scored(self, queries: list[str], top_k: int) -> list[list[ScoredDocument]]:
         """Scores are the cross-encoder's; equal ones keep the order of the other backend."""

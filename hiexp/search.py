@@ -38,10 +38,38 @@ def corpus_hash(paths: Sequence[str | Path]) -> str:
 
 
 def corpus_of(cfg: SearchConfig) -> str:
-    """`corpus_hash` of what the settings search, from the index where there is one; "none" where that is unknown."""
+    """`corpus_hash` of the passages of the settings, from the index where there is one; "none" without any."""
     if cfg.index and is_begun(cfg.index):
         return str(read_manifest(cfg.index)["corpus"])
     return corpus_hash(cfg.corpus) if cfg.corpus else "none"
+
+
+def describe_search(cfg: SearchConfig) -> dict[str, Any]:
+    """What the passages depend on: `backend`, `corpus`, the index, the reranker; of a server, what it says of itself.
+
+    `corpus` is "unknown" for a server that does not say it, and the kind and day of the answers for the web.
+    """
+    facts: dict[str, Any] = {"backend": cfg.backend}
+    if cfg.backend == "http":
+        from hiexp.search_clients import described_by_servers
+
+        facts |= described_by_servers(cfg.http)
+    elif cfg.backend == "tavily":
+        from hiexp.search_tavily import describe_web
+
+        facts |= describe_web(cfg.tavily)
+    else:
+        facts |= {"corpus": corpus_of(cfg)} | _describe_vectors(cfg)
+    return facts | ({"rerank": Path(cfg.rerank).name, "rerank_depth": cfg.rerank_depth} if cfg.rerank else {})
+
+
+def _describe_vectors(cfg: SearchConfig) -> dict[str, Any]:
+    if cfg.backend not in NEEDS_ENCODER:
+        return {}
+    if not (cfg.index and is_whole(cfg.index, cfg.backend)):
+        return {"kind": "flat", "storage": "float32", "breadth": 0}
+    part = read_manifest(cfg.index)["dense"]
+    return {"kind": part["kind"], "storage": part["storage"], "breadth": cfg.breadth or part["breadth"]}
 
 
 class LocalSearch(ScoredSearch):

@@ -24,7 +24,7 @@ class CachedSearch:
         self.backend, self.size = backend, size
         self._found: OrderedDict[Key, tuple[Document, ...]] = OrderedDict()
         self._lock = threading.Lock()
-        self.asked = self.repeated = 0
+        self.asked = self.repeated = self.empty = 0
 
     def search(self, queries: list[str], top_k: int) -> list[list[Document]]:
         known: dict[str, tuple[Document, ...]] = {}
@@ -39,6 +39,7 @@ class CachedSearch:
             known |= {query: tuple(found) for query, found in zip(missing, results, strict=True)}
         with self._lock:
             self.asked, self.repeated = self.asked + len(queries), self.repeated + len(queries) - len(missing)
+            self.empty += sum(not known[query] for query in queries)
             for query in missing:
                 self._found[query, top_k] = known[query]
                 self._found.move_to_end((query, top_k))
@@ -47,8 +48,9 @@ class CachedSearch:
         return [list(known[query]) for query in queries]
 
     def counters(self) -> dict[str, float]:
-        """Queries so far, those of them that never reached the backend, and what the backend counts."""
-        return {"search/queries": self.asked, "search/repeated": self.repeated} | counters(self.backend)
+        """Queries so far, those that never reached the backend, that found nothing, and what the backend counts."""
+        own = {"search/queries": self.asked, "search/repeated": self.repeated, "search/empty": self.empty}
+        return own | counters(self.backend)
 
 
 def remembering(search: SearchBackend, cfg: SearchConfig) -> SearchBackend:

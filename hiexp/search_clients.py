@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx2
+
 from hiexp.api_client import Failed, read_key
 from hiexp.config import ConfigError
 from hiexp.dialects import DIALECTS, Results, SchemaError, read_response
@@ -21,6 +23,8 @@ from hiexp.http_calls import Caller, Refused, persist, shorten
 from hiexp.redact import redact
 from hiexp.search_remote_config import HttpConfig
 from hiexp.search_types import ScoredDocument, ScoredSearch, check_top_k
+
+HEALTH_SECONDS = 10.0
 
 
 @dataclass
@@ -52,6 +56,7 @@ class HttpSearch(ScoredSearch):
             raise ConfigError("search.http.urls is empty; name at least one server, e.g. [http://127.0.0.1:8000]")
         self.cfg, self.dialect = cfg, DIALECTS[cfg.dialect]
         self.replicas = [Replica(_address(url, self.dialect.path)) for url in cfg.urls]
+        self.failed_requests = 0
         self._headers = {}
         if cfg.token_env:
             self._headers["Authorization"] = f"Bearer {read_key(cfg.token_env, 'search.http.token_env')}"
@@ -67,6 +72,10 @@ class HttpSearch(ScoredSearch):
             for i, row in zip(asked, found, strict=True):
                 results[i] = row[:top_k]
         return results
+
+    def counters(self) -> dict[str, float]:
+        """Requests that had to be sent again, or that ended the run."""
+        return {"search/failed_requests": self.failed_requests}
 
     async def _search_all(self, queries: list[str], top_k: int) -> Results:
         size = self.cfg.queries_per_request if self.dialect.takes_many else 1
@@ -124,19 +133,49 @@ class HttpSearch(ScoredSearch):
             payload = await self._caller.post(replica.url, body, self._headers, self.cfg.timeout)
             results = read_response(payload, count)
         except SchemaError as error:
-            replica.failed(self.cfg)
+            self._failed(replica)
             raise Failed(f"{redact(replica.url)}: {error}") from None
         except Failed as error:
-            replica.failed(self.cfg)
+            self._failed(replica)
             raise Failed(f"{redact(replica.url)}: {error}", error.pause) from None
         finally:
             replica.under_way -= 1
         replica.worked()
         return results
 
+    def _failed(self, replica: Replica) -> None:
+        self.failed_requests += 1
+        replica.failed(self.cfg)
+
     @staticmethod
     def _is_closed(replica: Replica) -> bool:
         return replica.closed_until > time.monotonic()
+
+
+def described_by_servers(cfg: HttpConfig) -> dict[str, Any]:
+    """{corpus: what the servers' /health says, "unknown" where none says it, server: the rest of it}.
+
+    ConfigError for servers that say different things: what is found would depend on which of them is asked.
+    """
+    said = {url: facts for url in cfg.urls if (facts := _health(url, min(cfg.timeout, HEALTH_SECONDS)))}
+    for url, facts in said.items():
+        first = next(iter(said))
+        if facts != said[first]:
+            urls = f"{redact(first)} and {redact(url)}"
+            raise ConfigError(f"search.http.urls: {urls} serve different things ({said[first]}, {facts}); name equals")
+    facts = dict(next(iter(said.values()), {}))
+    return {"corpus": str(facts.pop("corpus", "unknown")), "server": facts}
+
+
+def _health(url: str, timeout: float) -> dict[str, Any]:
+    """What a server of this project says of itself; nothing where it does not answer or is another kind of server."""
+    parts = urlsplit(url)
+    try:
+        said = httpx2.get(f"{parts.scheme}://{parts.netloc}/health", timeout=timeout, trust_env=False).json()
+    except (httpx2.HTTPError, OSError, ValueError, RecursionError):
+        return {}
+    is_ours = isinstance(said, dict) and isinstance(said.get("corpus"), str)
+    return {name: value for name, value in said.items() if name != "status"} if is_ours else {}
 
 
 def _address(url: str, path: str) -> str:

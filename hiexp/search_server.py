@@ -12,7 +12,6 @@ busy, 504 not in time, 500 the search itself failed. Only text and numbers are r
 
 import asyncio
 import hmac
-import importlib
 import importlib.util
 import json
 import os
@@ -29,8 +28,9 @@ from hiexp.config import ConfigError, run_script
 from hiexp.dialects import PATHS, Limits, RequestError, read_request
 from hiexp.encoder import EncoderConfig, load_encoder
 from hiexp.micro_batches import Busy, MicroBatcher
+from hiexp.rankers import Reranked
 from hiexp.redact import redact
-from hiexp.search import NEEDS_ENCODER, corpus_of, open_search
+from hiexp.search import NEEDS_ENCODER, describe_search, open_search
 from hiexp.search_types import ScoredSearch, SearchConfig
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
@@ -69,6 +69,9 @@ class ServeConfig:
     """connections at once; more are refused with 503"""
     timeout: float = 60.0
     """seconds after which a request that is not answered is given up with 504"""
+    idle_seconds: float = 75.0
+    """a connection that has brought no whole head of a request for so long is closed; longer than the pause between
+    two searches of a rollout"""
     grace_seconds: int = 20
     """how long a server that was told to stop goes on with what it has taken"""
 
@@ -78,8 +81,9 @@ class ServeConfig:
         for name, bound in (least | dict.fromkeys(counts, 1)).items():
             if not bound <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least {bound}")
-        if not 0 < self.timeout < float("inf"):
-            raise ConfigError(f"timeout={self.timeout} must be a number of seconds above 0")
+        for name in ("timeout", "idle_seconds"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name}={getattr(self, name)} must be a number of seconds above 0")
         if self.top_k > self.max_top_k:
             raise ConfigError(f"top_k={self.top_k} is above max_top_k={self.max_top_k}; raise the latter")
         if self.port > 65535:
@@ -123,7 +127,7 @@ def build_app(cfg: ServeConfig, backend: ScoredSearch) -> Any:
     from fastapi import FastAPI, Request, Response
 
     batcher = MicroBatcher(backend, cfg.batch, cfg.gather_ms / 1000, cfg.max_waiting)
-    corpus, meters = corpus_of(cfg.search), Meters(batcher)
+    facts, meters = describe_search(cfg.search) | {"passages": _size(backend)}, Meters(batcher)
     token = read_key(cfg.token_env, "token_env") if cfg.token_env else ""
 
     @asynccontextmanager
@@ -144,6 +148,8 @@ def build_app(cfg: ServeConfig, backend: ScoredSearch) -> Any:
             status, payload = 200, await _answer(path, await _body(request, cfg), cfg, batcher, meters)
         except Refusal as error:
             status, payload = error.status, {"error": redact(str(error))}
+        except asyncio.CancelledError:  # by uvicorn, when the time to end has come
+            status, payload = 503, {"error": "the server was stopped before this was answered; ask another one"}
         meters.requests.labels(path, str(status)).inc()
         meters.seconds.labels(path).observe(perf_counter() - began)
         return respond(status, payload)
@@ -153,7 +159,6 @@ def build_app(cfg: ServeConfig, backend: ScoredSearch) -> Any:
 
     @app.get("/health")
     async def health() -> Any:
-        facts = {"backend": cfg.search.backend, "passages": _size(backend), "corpus": corpus}
         return respond(200, {"status": "ok"} | facts)
 
     @app.get("/metrics", response_model=None)
@@ -215,7 +220,8 @@ def _authorise(request: Any, token: str) -> None:
 
 
 def _size(backend: Any) -> int | None:
-    return len(backend.passages) if hasattr(backend, "passages") else None
+    searched: Any = backend.backend if isinstance(backend, Reranked) else backend
+    return len(searched.passages) if hasattr(searched, "passages") else None
 
 
 def serve(cfg: ServeConfig) -> int:
@@ -234,21 +240,27 @@ def serve(cfg: ServeConfig) -> int:
 
 def run(cfg: ServeConfig, backend: ScoredSearch, listener: socket.socket) -> None:
     """Say where, and answer requests at `listener` until told to stop."""
-    uvicorn = importlib.import_module("uvicorn")
+    import uvicorn  # pyright: ignore[reportMissingImports]
+
+    from hiexp.http_serving import Server
+
     settings = uvicorn.Config(
         build_app(cfg, backend),
         log_level="warning",
         access_log=False,
         limit_concurrency=cfg.max_connections,
-        timeout_keep_alive=75,  # longer than the pause between two searches of a rollout
+        timeout_keep_alive=cfg.idle_seconds,
         timeout_graceful_shutdown=cfg.grace_seconds,
         server_header=False,
     )
     port, host = listener.getsockname()[1], f"[{cfg.host}]" if ":" in cfg.host else cfg.host
-    print(f"serving {_size(backend) or 'unknown'} passages on http://{host}:{port}", flush=True)
     if cfg.host not in LOCAL and not cfg.token_env:
         print("warning: anyone who reaches this machine can search; set token_env", file=sys.stderr, flush=True)
-    uvicorn.Server(settings).run(sockets=[listener])
+
+    def ready() -> None:
+        print(f"serving {_size(backend) or 'unknown'} passages on http://{host}:{port}", flush=True)
+
+    Server(settings, cfg.idle_seconds, ready).run_until_stopped(listener)
 
 
 def listen(cfg: ServeConfig) -> socket.socket:

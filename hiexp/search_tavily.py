@@ -56,7 +56,10 @@ class TavilySearch(ScoredSearch):
     def search_scored(self, queries: list[str], top_k: int) -> list[list[ScoredDocument]]:
         check_top_k(top_k)
         if top_k > MOST_RESULTS:
-            raise ConfigError(f"top_k={top_k}: Tavily gives at most {MOST_RESULTS} results; lower rollout.top_k")
+            raise ConfigError(
+                f"top_k={top_k}: Tavily gives at most {MOST_RESULTS} results; lower rollout.top_k, or "
+                "search.rerank_depth with search.rerank"
+            )
         asked = {query: fit(query) for query in dict.fromkeys(queries) if query.strip()}
         answers = self._caller.run(self._answer_all(list(dict.fromkeys(asked.values())), top_k))
         return [_documents(answers[asked[query]])[:top_k] if query in asked else [] for query in queries]
@@ -162,6 +165,16 @@ class AnswerCache:
 
     def _place(self, body: dict[str, Any]) -> Path:
         return self.folder / hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def describe_web(cfg: TavilyConfig) -> dict[str, Any]:
+    """{corpus: which answers count, web: what is asked for}."""
+    day, folder = date.today().isoformat(), Path(cfg.cache).name
+    corpus = f"web, {day}" + (f", answers of up to {cfg.ttl_days:g} days before from {folder}" if cfg.cache else "")
+    if cfg.replay:
+        corpus = f"web, recorded in {folder}" + (f" up to {cfg.as_of}" if cfg.as_of else "")
+    asked = ("depth", "topic", "include_domains", "exclude_domains")
+    return {"corpus": corpus, "web": {name: getattr(cfg, name) for name in asked}}
 
 
 def fit(query: str) -> str:

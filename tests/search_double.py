@@ -23,6 +23,8 @@ class Double:
         self.times: list[float] = []
         self.connections = self.now = self.widest = 0
         self.url = ""
+        self.health: Any = None
+        """what GET /health says; None = 404"""
         self.released = threading.Event()
 
     def handle(self, handler: BaseHTTPRequestHandler) -> None:
@@ -74,6 +76,13 @@ def serving(reply: Callable[[Any, int], Any]) -> Iterator[Double]:
             with double.lock:
                 double.connections += 1
             super().setup()
+
+        def do_GET(self) -> None:
+            data = json.dumps(double.health).encode()
+            self.send_response(404 if double.health is None or self.path != "/health" else 200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
 
         def do_POST(self) -> None:
             try:

@@ -25,7 +25,7 @@ LAYERS = dict(
 redact config trajectory distributed advantages
 protocols metrics data encoder tracking resume run_log watch paired loss fused attention lora speed sampling kv_cache \
 background charts reply_parser journal api_client lab_world lab_languages components corpora passages search_types \
-observations dialects search_remote_config http_calls micro_batches
+observations dialects search_remote_config http_calls micro_batches http_serving
 engine vllm_engine vllm_weights search search_cache search_clients search_tavily \
 rankers vectors indexes experience acceptance hits hek rewards batching model clustering languages \
 hek_prompts hek_filters recall effects dosage success agent_logs attempts

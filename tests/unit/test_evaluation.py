@@ -104,7 +104,7 @@ def test_paired_difference_is_tighter_than_two_intervals():
 def setting(**changes):
     arguments = {
         "model": "tiny", "hek": None, "protocol": "compact", "template": "question : x",
-        "corpus": "c0", "encoder": "bm25", "top_k": 3, "samples": [sample(0)],
+        "corpus": "c0", "encoder": "bm25", "search": {"kind": "flat"}, "top_k": 3, "samples": [sample(0)],
         "decoding": EvalConfig().decodings[0], "seed": 0,
         "rollout": {"top_k": 3}, "thresholds": {"case": 0.8},
     }  # fmt: skip
@@ -117,6 +117,7 @@ def test_B95_every_setting_is_recorded_and_differences_are_named(tmp_path):
         "template": {"template": "other"},
         "corpus": {"corpus": "c1"},
         "encoder": {"encoder": "e5"},
+        "search": {"search": {"kind": "ivf", "breadth": 16}},
         "top_k": {"top_k": 5},
         "questions": {"samples": [sample(0), sample(1)]},
         "decoding": {"decoding": SAMPLED.decodings[0]},

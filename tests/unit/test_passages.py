@@ -6,6 +6,7 @@ store that was cut off opens.
 
 import json
 import re
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -72,6 +73,45 @@ def test_sentence_ends():
     parts = [text[a:b].strip() for a, b in zip([0, *ends], ends, strict=False)]
     assert parts == ["J. R. Smith sang.", '"Really?"', "No. 5 did (at 3.5 p.m.) too!", "Last"]
     assert sentence_ends("") == [0] and sentence_ends("one") == [3]
+
+
+HOSTILE = {
+    "dots": ("." * 7, "."),
+    "dots and a quote": (".' ", '?!."'),
+    "quotes": (".", '"'),
+    "spaces": (".", " "),
+    "stops": ("x", ". A"),
+    "abbreviations": ("", "Mr. X. "),
+    "lines": ("", "a.\n"),
+    "cjk": ("", "\u3002"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_text_takes_more_than_its_share_of_time(name):
+    """Twenty thousand dots once took eight seconds: twenty times the text must take about twenty times as long."""
+    head, unit = HOSTILE[name]
+
+    def seconds(count):
+        text, best = (head + unit * count)[:count], float("inf")
+        for _ in range(3):
+            began = time.process_time()
+            sentence_ends(text)
+            cut(text, 100)
+            best = min(best, time.process_time() - began)
+        return best
+
+    small, large = seconds(1_000), seconds(20_000)
+    assert large < max(100 * small, 0.5), (small, large)  # where time grows with the square it is 400 times as long
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.text(st.sampled_from(list("aAM r.!?\"')\n\u3002")), max_size=60))
+def test_sentence_ends_are_those_of_a_slow_search(text):
+    slow = re.compile(r"(?:[.!?]+[\"')\]\u201d\u2019]*(?=\s+[^\sa-z])|[\u3002\uff01\uff1f]|\n)")
+    short = re.compile(r"(?:\b(?:Mr)|\b[A-Z]|\b[A-Za-z]\.[A-Za-z])\.$")
+    ends = [match.end() for match in slow.finditer(text) if not short.search(text[: match.end()])]
+    assert sentence_ends(text) == [end for end in ends if end < len(text)] + [len(text)]
 
 
 def test_ids_lead_back_and_everything_is_counted(tmp_path):

@@ -16,6 +16,7 @@ from hiexp.rankers import (
     set_breadth,
 )
 from hiexp.search import BM25Search
+from hiexp.search_cache import counters
 from hiexp.search_types import ScoredDocument
 from hiexp.trajectory import Document
 
@@ -147,6 +148,11 @@ def test_fewer_found_than_asked_for_is_no_row_of_minus_one():
     assert found[0][0] <= 1.0
 
 
+class Paid(BM25Search):
+    def counters(self):
+        return {"search/credits": 2.0}
+
+
 def test_reranking_orders_the_best_anew_by_the_pairs_score():
     corpus = [(str(i), Document("", f"word {'x ' * i}{i}")) for i in range(8)]
     asked = []
@@ -161,6 +167,7 @@ def test_reranking_orders_the_best_anew_by_the_pairs_score():
     assert [hit.id for hit in found[0]] == sorted((hit.id for hit in first[0]), key=int)[:-3:-1] and found[1] == []
     assert found[0][0] == ScoredDocument("3", 3.0, corpus[3][1])
     assert asked == [[("word", f"\n{hit.document.text}") for hit in first[0]]]
+    assert counters(backend) == {} and counters(Reranked(Paid(corpus), score, 4)) == {"search/credits": 2.0}
     assert backend.search(["none"], 2) == [[]] and len(asked) == 1  # nothing to score: the model is not asked
 
 

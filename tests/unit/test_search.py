@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,11 @@ import pytest
 from hiexp import search
 from hiexp.config import ConfigError
 from hiexp.encoder import HashEncoder
+from hiexp.indexes import build_index
 from hiexp.passages import read_corpus
 from hiexp.search import BM25Search, DenseSearch, NoSearch, open_search
-from hiexp.search_types import SearchConfig
+from hiexp.search_remote_config import TavilyConfig
+from hiexp.search_types import IndexConfig, SearchConfig
 from hiexp.trajectory import Document
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -167,7 +170,10 @@ def test_corpus_of_several_files(tmp_path):
 
 def test_misconfiguration_is_told_in_one_line(tmp_path):
     corpus = corpus_file(tmp_path, "c.jsonl", ("1", "Oslo", "capital"))
+    (tmp_path / "nothing.jsonl").touch()
     for cfg, message in [
+        (SearchConfig("bm25", (str(tmp_path / "nothing.jsonl"),)), "nothing.jsonl is empty"),
+        (SearchConfig("bm25", (str(tmp_path / "nothing.jsonl"),), str(tmp_path / "index")), "nothing.jsonl is empty"),
         (SearchConfig("bm52", (corpus,)), "unknown search backend 'bm52'; did you mean 'bm25'"),
         (SearchConfig("bm25"), "search.corpus is empty"),
         (SearchConfig("bm25", (corpus[:-1],)), "did you mean .*c.jsonl"),
@@ -228,3 +234,23 @@ def test_bm25_does_not_depend_on_the_hash_seed_and_prints_nothing():
     environment = os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": str(ROOT)}
     there = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert there.stdout.strip() == str(here) and there.stderr == ""
+
+
+def test_an_evaluation_states_what_was_searched(tmp_path):
+    corpus = corpus_file(tmp_path, "c.jsonl", *((str(i), f"T{i}", f"text {i}") for i in range(50)))
+    digest = search.corpus_hash([corpus])
+    describe = lambda backend, **more: search.describe_search(SearchConfig(backend, (corpus,), **more))  # noqa: E731
+    assert describe("bm25") == {"backend": "bm25", "corpus": digest}
+    exact = {"corpus": digest, "kind": "flat", "storage": "float32", "breadth": 0}
+    assert describe("hybrid") == exact | {"backend": "hybrid"}
+    made = IndexConfig(out=str(tmp_path / "i"), corpus=(corpus,), kind="hnsw", storage="float16", breadth=48)
+    build_index(made, HashEncoder())
+    hnsw = {"backend": "dense", "corpus": digest, "kind": "hnsw", "storage": "float16", "breadth": 48}
+    assert describe("dense", index=made.out) == hnsw
+    reranked = {"breadth": 99, "rerank": "cross", "rerank_depth": 20}
+    assert describe("dense", index=made.out, breadth=99, rerank="/x/cross", rerank_depth=20) == hnsw | reranked
+    assert search.describe_search(SearchConfig("none")) == {"backend": "none", "corpus": "none"}
+    web = search.describe_search(SearchConfig("tavily", tavily=TavilyConfig(cache="/x/web", replay=True, topic="news")))
+    assert web["corpus"] == "web, recorded in web" and web["web"]["topic"] == "news"
+    today = date.today().isoformat()
+    assert search.describe_search(SearchConfig("tavily"))["corpus"] == f"web, {today}"

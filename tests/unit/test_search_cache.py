@@ -25,7 +25,7 @@ def test_repetitions_are_answered_from_memory_in_order():
     for batch in (["a", "b", "a"], ["b", "c"], ["a"], []):
         assert cached.search(batch, 2) == plain.search(batch, 2)
     assert toy.batches == [["a", "b"], ["c"]]
-    assert cached.counters() == {"search/queries": 6, "search/repeated": 3}
+    assert cached.counters() == {"search/queries": 6, "search/repeated": 3, "search/empty": 0}
 
 
 def test_another_number_or_spelling_is_another_query():
@@ -112,8 +112,22 @@ def test_counters_of_the_backend_come_along():
     cached.search(["b", "a"], 1)
     add_counters(metrics, cached, before)
     expected = {"search/queries": 2.0, "search/repeated": 1.0, "search/credits": 1.0, "search/repeated_frac": 0.5}
-    assert metrics == expected
+    assert metrics == expected | {"search/empty": 0.0}
     assert counters(ToySearch()) == {}
+
+
+def test_B40_what_found_nothing_is_counted():
+    class Sparse(ToySearch):
+        def search(self, queries, top_k):
+            return [
+                found if query == "a" else []
+                for query, found in zip(queries, super().search(queries, top_k), strict=True)
+            ]
+
+    cached = CachedSearch(Sparse(), 10)
+    cached.search(["a", "b", "b"], 1)
+    cached.search(["b", "a"], 1)
+    assert cached.counters()["search/empty"] == 3
 
 
 def test_zero_means_no_cache():

@@ -16,7 +16,7 @@ from search_double import serving
 from hiexp import http_calls
 from hiexp.assemble import Config
 from hiexp.config import ConfigError, describe
-from hiexp.search import open_search
+from hiexp.search import describe_search, open_search
 from hiexp.search_clients import HttpSearch
 from hiexp.search_remote_config import HttpConfig
 from hiexp.search_types import SearchConfig
@@ -96,8 +96,9 @@ PASSING = {
 @pytest.mark.parametrize("fault", PASSING.values(), ids=PASSING)
 def test_B40_a_fault_that_passes_is_tried_again(fault):
     with serving(lambda body, number: fault if number <= 2 else answer(body)) as server:
-        assert client(server.url).search(["a"], 1) == expected(["a"])
-        assert len(server.bodies) == 3
+        search = client(server.url)
+        assert search.search(["a"], 1) == expected(["a"])
+        assert len(server.bodies) == 3 and search.counters() == {"search/failed_requests": 2}
 
 
 @pytest.mark.parametrize("fault", PASSING.values(), ids=PASSING)
@@ -332,3 +333,20 @@ def test_it_is_a_backend_with_documented_settings():
         assert re.search(rf"{key} +\S.*  \S", keys)
     with pytest.raises(ValueError, match="top_k=0"):
         client("http://127.0.0.1:1").search(["a"], 0)
+
+
+def test_what_servers_search_is_known_where_they_say_it():
+    facts = {"status": "ok", "corpus": "abc", "passages": 3, "kind": "ivf", "breadth": 16}
+    describe = lambda *urls: describe_search(SearchConfig("http", http=HttpConfig(urls, timeout=5.0)))  # noqa: E731
+    with serving(answer) as one, serving(answer) as two, serving(answer) as foreign:
+        one.health, two.health = facts, facts | {"status": "busy"}
+        server = {"passages": 3, "kind": "ivf", "breadth": 16}
+        assert describe(one.url, two.url + "/retrieve") == {"backend": "http", "corpus": "abc", "server": server}
+        unknown = {"backend": "http", "corpus": "unknown", "server": {}}
+        foreign.health = {"corpus": 3}
+        assert describe(foreign.url) == unknown == describe("http://127.0.0.1:9")
+        foreign.health = None
+        assert describe(foreign.url, one.url)["corpus"] == "abc"
+        two.health = facts | {"breadth": 64}
+        with pytest.raises(ConfigError, match="serve different things"):
+            describe(one.url, two.url)
