@@ -43,7 +43,7 @@ ARMS: dict[str, list[str]] = {
     "anneal": ["dosage.dropout=0.0", "dosage.dropout_end=1.0"],
     "tokens": ["dosage.tokens=1.0", "dosage.tokens_end=0.0"],
     "control": ["dosage.dropout=0.125"],
-    "closed": ["refresh.every=10"],
+    "closed": ["refresh.every=12"],
     "grpo_half": ["hek.path=", "train.prompts_per_step=6"],
 }
 

@@ -56,7 +56,8 @@ class BuildConfig:
     rollouts_per_question: int = 8
     """K attempts at each question; right and wrong ones must both occur"""
     prompts: str = "full"
-    """full (a chat model, attempts with searches), math (the same, written solutions) or compact (the lab's policy)"""
+    """full (a chat model, attempts with searches), math (the same, written solutions), few_shot (a model that
+    follows no instruction: worked examples to be continued) or compact (the lab's policy)"""
     language: str | None = "English"
     """what full and math ask the lessons to be written in, and drop what is clearly not; null = the question's own"""
     linkage: str = "average"
@@ -95,7 +96,12 @@ class BuildConfig:
     """who writes patterns and strategies; the policy by default, so that a teacher changes level 1 alone"""
 
     def __post_init__(self) -> None:
-        lookup(PROMPTS, self.prompts, "prompts")
+        prompts = lookup(PROMPTS, self.prompts, "prompts")
+        if not prompts.use_chat and (self.reflector.url or self.abstractor.url):
+            raise ConfigError(
+                f"prompts={self.prompts} is plain text to be continued, but an endpoint (url) is asked in a chat; set "
+                "prompts=full or math, or a model folder without a url"
+            )
         if self.language is not None and not self.language.strip():
             raise ConfigError(f"language={self.language!r} names none; set it to one such as English, or null")
         lookup(HEIGHTS, self.linkage, "linkage")

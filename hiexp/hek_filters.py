@@ -121,13 +121,18 @@ _OPERATOR = re.compile(r"\s*([-+*/=^_,()|<>])\s*")
 
 
 def turn_down(
-    reply: dict[str, Any], level: int, questions: Sequence[str], golds: Sequence[str], language: str | None = None
+    reply: dict[str, Any],
+    level: int,
+    questions: Sequence[str],
+    golds: Sequence[str],
+    language: str | None = None,
+    examples: Sequence[str] = (),
 ) -> str | None:
     """Why a well-formed reply must not enter the HEK, or None.
 
-    `language` is the one that was asked for, by its English name. Reasons: empty_title, empty_description,
-    boilerplate_title, boilerplate_description, title_too_long, description_too_long, gold_leak, entity_name,
-    wrong_language.
+    `language` is the one that was asked for, by its English name; `examples` is what the prompt's own examples say.
+    Reasons: empty_title, empty_description, boilerplate_title, boilerplate_description, title_too_long,
+    description_too_long, copied_example, gold_leak, entity_name, wrong_language.
     """
     title, description = reply["title"], reply["description"]
     for field, most in (("title", MAX_TITLE_WORDS), ("description", MAX_DESCRIPTION_WORDS[level])):
@@ -139,12 +144,20 @@ def turn_down(
         return "boilerplate_title"
     if _BOILERPLATE_TEXT.match(description.casefold().replace("\u2019", "'")):
         return "boilerplate_description"
+    if any(_repeats(text, example) for text in (title, description) for example in examples):
+        return "copied_example"
     if any(tells(gold, (title, description)) for gold in golds):
         return "gold_leak"
     words = f" {_bare(title)} "
     if any(name in words if _UNSPACED.search(name) else f" {name} " in words for name in _names(questions)):
         return "entity_name"
     return "wrong_language" if _is_other_language(f"{title} {description}", language) else None
+
+
+def _repeats(text: str, example: str) -> bool:
+    """Whether a text holds an example's sentence, or is a part of it of three words or more; case and signs aside."""
+    said, shown = f" {_bare(text)} ", f" {_bare(example)} "
+    return shown in said or (said in shown and len(said.split()) > 2)
 
 
 def tells(gold: str, texts: Sequence[str]) -> bool:

@@ -2,14 +2,16 @@
 
 A prompt set is one entry of PROMPTS: `full` for a chat model and attempts with searches (the paper's Tables 11 and 12
 in our words), `math` for a chat model and written solutions, `compact` for a tiny word-level policy that was trained on
-exactly this form. All ask for one JSON object with the same fields.
+exactly this form: these ask for one JSON object with the same fields. `few_shot` is for a model that follows no
+instruction: plain text with worked examples, to be continued by two lines.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hiexp.hek_filters import entity_names, turn_down
-from hiexp.reply_parser import TYPES, parse_reply
+from hiexp.reply_parser import HEADING, TYPES, parse_lines, parse_reply
 from hiexp.trajectory import Trajectory
 
 __all__ = ["PROMPTS", "TYPES", "ReflectionPrompts", "entity_names", "parse_reply", "turn_down"]
@@ -38,6 +40,14 @@ class ReflectionPrompts:
     """the template's tags are tokens of their own; otherwise no control token in the text is taken for one"""
     language: str | None = None
     """what the lesson is to be written in; None: the language of the question"""
+    use_chat: bool = True
+    """a user message, where the model has a chat template; False: plain text for the model to continue"""
+    parse: Callable[[str, Sequence[str]], dict[str, Any] | str] = parse_reply
+    """reads a reply: its fields, or the reason why there are none"""
+    stop: tuple[str, ...] = ()
+    """strings that end a reply"""
+    examples: tuple[str, ...] = ()
+    """what the templates' own examples say, sentence by sentence; a reply that repeats one is turned down"""
 
     def asking_for(self, language: str | None) -> "ReflectionPrompts":
         """The same prompts with another language; `self` where they do not name one (the compact ones)."""
@@ -53,13 +63,17 @@ class ReflectionPrompts:
         """Ask for the one `level` lesson behind the (title, description) items of a cluster."""
         lines = "\n".join(self.member.format(title=title, description=text) for title, text in items)
         language = self.language or "the language of the notes"
-        return self.abstract_template.format(level=level, guide=GUIDES[level], members=lines, language=language)
+        kind = KINDS[level]
+        return self.abstract_template.format(
+            level=level, guide=GUIDES[level], kind=kind, members=lines, language=language
+        )
 
 
 GUIDES = {
     2: "Describe a reusable plan, step by step, for this type of question.",
     3: "Describe a rule that holds across types of question.",
 }
+KINDS = {2: "Pattern", 3: "Strategy"}
 
 _REFLECT = """\
 Below are two attempts at the same question by an assistant that can search. The first reached the right
@@ -157,6 +171,98 @@ level : {level}
 </abstract>
 """
 
+_EXAMPLES = (
+    (
+        "Which moon of Jupiter is the largest?",
+        "Ganymede",
+        "searched for: moons of Jupiter by size; answered: Ganymede",
+        "searched for: moon of Jupiter; answered: Europa",
+        "when the question asks for the largest of a group",
+        "Search for the whole group together with its sizes and read all of it. Never take the first that is found.",
+    ),
+    (
+        "How many people live on Malta?",
+        "about 540,000",
+        "searched for: population of Malta latest census; answered: about 540,000",
+        "searched for: history of Malta; answered: 184,742",
+        "when the question asks for a number that changes over the years",
+        "Put the word latest into the search and look at the date of the number. Avoid numbers that carry no date.",
+    ),
+    (
+        "What does a jaguar eat?",
+        "deer and fish",
+        "searched for: jaguar animal diet; answered: deer and fish",
+        "searched for: jaguar; answered: petrol",
+        "when the question names a thing that shares its name with others",
+        "Add the kind of thing that is meant to the search. Ignore results about the others.",
+    ),
+)
+"""question, right answer, right attempt, wrong attempt, title, description"""
+_ABSTRACT_EXAMPLES = (
+    (
+        "Pattern",
+        (
+            ("when the question asks for the tallest of some trees", "Look for a table of heights. Compare every row."),
+            ("when the question asks for the oldest of some bridges", "Look for the years of all of them, not of one."),
+        ),
+        "when the question asks which of many things stands out by a measure",
+        "Collect the measure of every one of them before choosing. Never choose from a part of them.",
+    ),
+    (
+        "Strategy",
+        (
+            ("when the question is about a recipe with several names", "Add the country to the search."),
+            (
+                "when the question is about a price that depends on the season",
+                "Add the month, then check it in the result.",
+            ),
+        ),
+        "when the question is so short that many facts would fit",
+        "Add the condition that tells them apart, then check that the result fulfils it. Otherwise search anew.",
+    ),
+)
+"""kind, (title, description) of each note, title, description"""
+_FEW_SHOT_REFLECT = """\
+### Question
+{question}
+Right answer: {gold}
+Right attempt: {right}
+Wrong attempt: {wrong}
+### Lesson for other questions
+Title:"""
+_FEW_SHOT_ABSTRACT = """\
+### Notes
+{members}
+### {kind}
+Title:"""
+_FEW_SHOT_MEMBER = "- {title}: {description}"
+
+
+def _few_shot_reflect() -> str:
+    fields = ("question", "gold", "right", "wrong")
+    shown = [
+        f"{_FEW_SHOT_REFLECT.format(**dict(zip(fields, given, strict=True)))} {title}\nDescription: {description}\n"
+        for *given, title, description in _EXAMPLES
+    ]
+    return "".join(["Lessons from a right and a wrong attempt at a question.\n\n", *shown, _FEW_SHOT_REFLECT])
+
+
+def _few_shot_abstract() -> str:
+    shown = []
+    for kind, notes, title, description in _ABSTRACT_EXAMPLES:
+        lines = "\n".join(_FEW_SHOT_MEMBER.format(title=key, description=value) for key, value in notes)
+        shown.append(f"{_FEW_SHOT_ABSTRACT.format(members=lines, kind=kind)} {title}\nDescription: {description}\n")
+    return "".join(["What several notes have in common.\n\n", *shown, _FEW_SHOT_ABSTRACT])
+
+
+def _sentences() -> tuple[str, ...]:
+    """Every title, and every sentence of a description, in the examples."""
+    said = [lesson[-2:] for lesson in _EXAMPLES]
+    for _, notes, title, description in _ABSTRACT_EXAMPLES:
+        said += [*notes, (title, description)]
+    parts = [part for title, description in said for part in (title, *description.removesuffix(".").split(". "))]
+    return tuple(dict.fromkeys(parts))
+
 
 def full_trace(trajectory: Trajectory, documents: bool) -> list[str]:
     """Each turn up to 300 characters, of each document its title and 200 characters, then how it ended."""
@@ -175,6 +281,14 @@ def full_trace(trajectory: Trajectory, documents: bool) -> list[str]:
 def compact_trace(trajectory: Trajectory, documents: bool) -> list[str]:
     """The queries and the final answer ("-" for none)."""
     return [*trajectory.queries, trajectory.answer or "-"]
+
+
+def few_shot_trace(trajectory: Trajectory, whole: bool) -> list[str]:
+    """What was searched for and the answer, as in the examples; where nothing was, the start of what was written."""
+    parts = [f"searched for: {_clip(query, 120)}" for query in trajectory.queries]
+    if not parts:
+        parts = [f"wrote: {_clip(turn.text, 300 if whole else 100)}" for turn in trajectory.turns]
+    return [*parts, f"answered: {_clip(trajectory.answer, 120) or 'nothing'}"]
 
 
 def math_trace(trajectory: Trajectory, whole: bool) -> list[str]:
@@ -222,5 +336,19 @@ PROMPTS = {
         reflect_fields=("title", "description"),
         abstract_fields=("title", "description"),
         own_tags=True,
+    ),
+    "few_shot": ReflectionPrompts(
+        reflect_template=_few_shot_reflect(),
+        abstract_template=_few_shot_abstract(),
+        member=_FEW_SHOT_MEMBER,
+        separator="; ",
+        trace=few_shot_trace,
+        reflect_fields=("title", "description"),
+        abstract_fields=("title", "description"),
+        own_tags=False,
+        use_chat=False,
+        parse=parse_lines,
+        stop=(f"\n{HEADING}",),
+        examples=_sentences(),
     ),
 }

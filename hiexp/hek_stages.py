@@ -155,9 +155,10 @@ def open_reflectors(models: Models, encoder: Encoder, out: Path) -> tuple[Reflec
             return ApiWriter(who, models.agent.tokenizer, build.max_new_tokens, budget)
         tokenizer, engine = local(who.model)
         room = (build.max_new_tokens, build.tokens_per_batch)
-        return EngineWriter(engine, tokenizer, who.model or cfg.model.path, *room, prompts.own_tags, budget)
+        name, form = who.model or cfg.model.path, prompts.own_tags
+        return EngineWriter(engine, tokenizer, name, *room, form, budget, prompts.use_chat)
 
-    sampling = Sampling(build.reflect_temperature, build.reflect_top_p, (), cfg.seed)
+    sampling = Sampling(build.reflect_temperature, build.reflect_top_p, prompts.stop, cfg.seed)
     made = partial(Reflector, encoder=kept, prompts=prompts, sampling=sampling, max_attempts=build.max_attempts)
     roles = {"reflector": build.reflector} | ({"abstractor": build.abstractor} if _has_abstractor(cfg) else {})
     found = [

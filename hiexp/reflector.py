@@ -17,7 +17,7 @@ import numpy as np
 from hiexp.api_client import Budget, Reply
 from hiexp.encoder import Encoder
 from hiexp.engine import Engine, Sampling, with_bos
-from hiexp.hek_prompts import ReflectionPrompts, parse_reply, turn_down
+from hiexp.hek_prompts import ReflectionPrompts, turn_down
 from hiexp.journal import Journal, digest
 
 SLOT = "[[REQUEST]]"
@@ -97,13 +97,13 @@ class Reflector:
         self, requests: Mapping[int, Request], texts: Mapping[int, str], fields: Sequence[str]
     ) -> dict[int, dict[str, Any] | str]:
         """The reply, or the reason why it is turned down."""
-        outcomes: dict[int, dict[str, Any] | str] = {i: parse_reply(texts[i], fields) for i in requests}
+        prompts = self.prompts
+        outcomes: dict[int, dict[str, Any] | str] = {i: prompts.parse(texts[i], fields) for i in requests}
         for i, reply in outcomes.items():
             if not isinstance(reply, str):
-                request = requests[i]
-                outcomes[i] = (
-                    turn_down(reply, request.level, request.questions, request.golds, self.prompts.language) or reply
-                )
+                one = requests[i]
+                rules = (one.level, one.questions, one.golds, prompts.language, prompts.examples)
+                outcomes[i] = turn_down(reply, *rules) or reply
         titles = {i: reply["title"] for i, reply in outcomes.items() if not isinstance(reply, str)}
         rows = self.encoder.encode(list(titles.values()), "query")
         for i, row in zip(titles, rows, strict=True):
@@ -177,16 +177,17 @@ class EngineWriter:
         tokens_per_batch: int,
         own_tags: bool,  # see ReflectionPrompts
         budget: Budget | None = None,
+        use_chat: bool = True,  # see ReflectionPrompts
     ) -> None:
         self.name, self.max_new_tokens = name, max_new_tokens
         self._open, self._tokenizer, self._budget = open_engine, tokenizer, budget
-        self._tokens_per_batch, self._own_tags = tokens_per_batch, own_tags
+        self._tokens_per_batch, self._own_tags, self._use_chat = tokens_per_batch, own_tags, use_chat
         self._numbers = itertools.count()
 
     def fit(self, wordings: Sequence[str]) -> list[int] | None:
-        """Ids of the first wording that leaves room for a reply; a user message if there is a chat template."""
+        """Ids of the first wording that leaves room for a reply; a user message if there is a chat template to use."""
         head, tail = "", ""
-        if getattr(self._tokenizer, "chat_template", None):
+        if self._use_chat and getattr(self._tokenizer, "chat_template", None):
             messages = [{"role": "user", "content": SLOT}]
             chat = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             head, _, tail = chat.partition(SLOT)

@@ -1,4 +1,5 @@
 r"""The JSON object in a language model's reply, or a word for why there is none. Pure text, linear time, no eval.
+`parse_lines` reads the two plain lines of a model that was shown examples and continues them.
 
 What is mended: trailing commas, single and typographic quotes, full-width punctuation between the strings, a missing
 end after the last wanted field, Python's True, False and None, and LaTeX with single backslashes (`"\frac"` would be a
@@ -17,6 +18,9 @@ from typing import Any
 TYPES = ("success_factor", "pitfall", "mixed")
 MAX_DEPTH = 40
 """of objects and lists within each other; deeper ones are malformed"""
+
+HEADING = "###"
+"""begins a line that is no part of a reply in plain lines"""
 
 _FIELDS = ("type", "title", "thinking", "description")
 _CLOSING = {'"': '"', "'": "'", "\u2018": "\u2019", "\u201c": "\u201d", "\u201d": "\u201d", "\uff02": "\uff02"}
@@ -38,6 +42,8 @@ _SCALAR = re.compile(r"(true|false|null|NaN|-?Infinity)\b|(True|False|None)\b|-?
 _THINKING = re.compile(r"<(/?)think(?:ing)?>", re.IGNORECASE)
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|([A-Za-z]+)|(.))", re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_END_OF_TEXT = re.compile(r"(?:<[|\uff5c][^<>\s]*[|\uff5c]>|</s>|<eos>|<end_of_turn>)\s*\Z")
+_NO_VALUE = re.compile(r"[\x00-\x1f\x7f]|<[|\uff5c]|[|\uff5c]>|\b(?:Title|Description):")
 _LATEX_NAMES = """
 nabla natural ne nearrow neg neq newcommand nexists nmid nolimits nonumber norm not notin nparallel nsubseteq nu nwarrow
 rangle rbrace rbrack rceil rfloor rgroup rho right rightarrow rightharpoonup rightleftharpoons rm root rvert rVert
@@ -69,6 +75,37 @@ def parse_reply(text: str, required: Sequence[str]) -> dict[str, Any] | str:
         else:
             mended = mended or outcome
     return mended or reason
+
+
+def parse_lines(text: str, required: Sequence[str]) -> dict[str, Any] | str:
+    """Title and description of a reply that continues "Title:" by `...` and `Description: ...`, or the reason why not.
+
+    The reply goes up to where a next example begins (HEADING); both lines must be whole, and nothing may follow them.
+    A line is whole if a line break or an end-of-text token follows. Reasons: empty, truncated, missing_<field>,
+    bad_<field> (a label or a control token inside), malformed (a third line).
+    """
+    body = re.split(rf"^{HEADING}", text.replace("\ufeff", ""), maxsplit=1, flags=re.MULTILINE)[0]
+    body = _END_OF_TEXT.sub("\n", body)
+    if not body.strip():
+        return "empty"
+    *lines, rest = (line.strip() for line in body.split("\n"))
+    while lines and not lines[-1]:
+        lines.pop()
+    if len(lines) < 2 and rest:
+        return "truncated"
+    if len(lines) > 2 or (len(lines) == 2 and rest):
+        return "malformed"
+    title, description = [*lines, ""][:2]
+    is_labelled = description.startswith("Description:")
+    told = description.removeprefix("Description:") if is_labelled else ""
+    values = {"title": title.removeprefix("Title:"), "description": told}
+    clean: dict[str, Any] = {field: " ".join(value.split()) for field, value in values.items()}
+    for field in required:
+        if not clean[field]:
+            return f"missing_{field}"
+        if _NO_VALUE.search(clean[field]):
+            return f"bad_{field}"
+    return clean | {"tags": []}
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,7 @@ def test_the_example_of_the_documentation_works_as_it_stands(tmp_path, capsys):
     assert found == [[("Oslo", 2, 1, 1), ("Milan", 1, 1, 0)], [("yes", 1, 1, 1), ("no", 1, 1, 0)]]
     with serve(lambda prompt, seed, n: written(prompt, 1)) as endpoint:
         records = [json.loads(line) for line in block[1].splitlines()]
-        more = (f"build.reflector.url={endpoint.url}", f"out={tmp_path / 'run'}")
+        more = (f"build.reflector.url={endpoint.url}", "build.reflector.concurrency=1", f"out={tmp_path / 'run'}")
         assert main(settings(tmp_path, records, *more)) == 0
     prompts = [prompt for prompt, _ in endpoint.asked]
     assert "Right answer: Oslo" in prompts[0] and "Right answer: yes" in prompts[1]

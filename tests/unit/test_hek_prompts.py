@@ -16,7 +16,7 @@ from hiexp.hek_prompts import PROMPTS, math_trace
 from hiexp.reflector import Reflector, Reply
 from hiexp.trajectory import Segment, Source, Status, Trajectory, Turn
 
-CHAT = [name for name in PROMPTS if name != "compact"]
+CHAT = [name for name in PROMPTS if name not in ("compact", "few_shot")]
 
 
 class ScriptedWriter:
