@@ -221,7 +221,14 @@ def _line_items(stream: Iterable[str], file: Path) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(stream, 1):
         if line.strip():
             try:
-                yield f"{file}:{number}", json.loads(line)
+                record = json.loads(line)
+                if "\\ud" in line.casefold():
+                    json.dumps(record, ensure_ascii=False).encode()
+                yield f"{file}:{number}", record
+            except RecursionError:
+                raise DataError(f"{file}:{number}: brackets nested too deeply to be a record; mend the line") from None
+            except UnicodeEncodeError:
+                raise DataError(f"{file}:{number}: holds half of a surrogate pair (\\ud...); mend the line") from None
             except json.JSONDecodeError as error:
                 raise DataError(f"{file}:{number}: not JSON ({error.msg}, column {error.colno})") from error
 
@@ -229,6 +236,8 @@ def _line_items(stream: Iterable[str], file: Path) -> Iterator[tuple[str, Any]]:
 def _list_items(text: str, file: Path) -> Iterator[tuple[str, Any]]:
     try:
         items = json.loads(text)
+    except RecursionError:
+        raise DataError(f"{file}: brackets nested too deeply to be records") from None
     except json.JSONDecodeError as error:
         raise DataError(f"{file}:{error.lineno}: not a JSON list ({error.msg}, column {error.colno})") from error
     for number, item in enumerate(items, 1):

@@ -94,8 +94,8 @@ class HEKConfig:
         for name in ("max_success", "min_uplift"):
             if (value := getattr(self, name)) is not None and not -1 <= value <= 1:
                 raise ConfigError(f"{name}={value} is compared with rewards; set it in [-1, 1]")
-        if self.margin < 0:
-            raise ConfigError(f"margin={self.margin} must be 0 (none) or above")
+        if not 0 <= self.margin <= (2 if self.accept == "fixed" else math.inf):
+            raise ConfigError(f"margin={self.margin} must be 0 (none) or above, and with accept=fixed at most 2")
         if self.csls and self.accept == "fixed":
             raise ConfigError("csls=true changes scores that accept=fixed compares as cosines; set accept=zscore")
         if self.centre_questions and self.centre == "none":

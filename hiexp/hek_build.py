@@ -113,6 +113,10 @@ class BuildConfig:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least {int(name != 'questions')}")
         if not math.isfinite(self.success_reward):
             raise ConfigError(f"success_reward={self.success_reward} must be a number; set it between the rewards")
+        if not 0 <= self.reflect_temperature < float("inf"):
+            raise ConfigError(f"reflect_temperature={self.reflect_temperature} must be 0 (greedy) or above")
+        if not 0 < self.reflect_top_p <= 1:
+            raise ConfigError(f"reflect_top_p={self.reflect_top_p} must be in (0, 1]")
         if self.max_level not in (1, 2, 3):
             raise ConfigError(f"max_level={self.max_level} must be 1, 2 or 3")
         for name in ("threshold_1", "threshold_2", "merge_threshold"):

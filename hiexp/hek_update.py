@@ -55,7 +55,7 @@ class RefreshConfig:
     def __post_init__(self) -> None:
         least = {"every": 0, "groups": 1, "min_uses": 1, "unused_steps": 1, "max_cases": 1, "gate_questions": 0}
         for name, bound in (least | {"gate_samples": 1, "gate_tolerance": 0}).items():
-            if getattr(self, name) < bound:
+            if not getattr(self, name) >= bound:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least {bound}")
         if not 0 < self.control < 1:
             raise ConfigError(f"control={self.control} must lie between 0 and 1: uplift needs groups of both kinds")

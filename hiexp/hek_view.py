@@ -190,7 +190,11 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--level", type=int, choices=LEVELS, default=0, help="only this level")
             command.add_argument("--top", type=int, default=3, help="entries of a level, at most (3)")
             command.add_argument("--sample", default="", help="id whose own lessons are hidden, as in training")
-            command.add_argument("--config", metavar="FILE", help="default: config.yaml beside the store")
+            command.add_argument(
+                "--config",
+                metavar="FILE",
+                help="default: config.yaml beside the store, or of the run that it is a version of",
+            )
         if name == "diff":
             command.add_argument("new", metavar="NEW", help="the other store")
         if name == "stats":
@@ -244,8 +248,9 @@ def _search(arguments: argparse.Namespace, words: Sequence[str]) -> Iterator[Tab
 
 def _settings(arguments: argparse.Namespace, words: Sequence[str]) -> Settings:
     """Sections encoder and hek of the config file, then key=value words."""
-    beside = Path(arguments.store).parent / "config.yaml"
-    file = arguments.config or (beside if beside.is_file() else None)
+    folder = Path(arguments.store).parent  # of a version, <out>/hek/v0001, one more up
+    beside = [file for file in (folder / "config.yaml", folder.parent / "config.yaml") if file.is_file()]
+    file = arguments.config or (beside[0] if beside else None)
     sections = read_yaml(file) if file else {}
     given = [
         f"{name}.{key}={json.dumps(value)}"

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from hiexp.api_client import BudgetReached
+from hiexp.api_client import AGAIN, BudgetReached
 from hiexp.assemble import Agent, Config
 from hiexp.config import ConfigError
 from hiexp.data import Sample
@@ -38,7 +38,7 @@ from hiexp.experience import Asked
 from hiexp.hek import HEK
 from hiexp.hek_build import Pair, contrastive_pairs, reflect
 from hiexp.hek_report import BuildReport
-from hiexp.hek_stages import Models, open_reflectors
+from hiexp.hek_stages import Models, open_reflectors, say
 from hiexp.hek_update import Book, RefreshConfig, in_a_new_run, next_version
 from hiexp.rewards import score
 from hiexp.shards import sync
@@ -155,9 +155,11 @@ class ClosedLoop:
         """A new version, if there is anything to learn and it is not worse than the old one."""
         candidate = self.folder / "candidate"
         counts = self.ctx.on_main(lambda: self._write_candidate(step, candidate), "refresh")
-        if not counts or not is_new(counts):
+        if not counts:
+            return {"refresh/accepted": 0.0}
+        if not is_new(counts):
             self._pairs.clear()
-            return {f"refresh/{name}": float(value) for name, value in {**(counts or {}), "accepted": False}.items()}
+            return {f"refresh/{name}": float(value) for name, value in {**counts, "accepted": False}.items()}
         encoder = self.agent.encoder
         assert encoder is not None
         new = HEK.load(candidate, encoder, self.cfg.hek)
@@ -170,11 +172,15 @@ class ClosedLoop:
             self.agent.hek = new
             self._rewards.clear()
         self._pairs.clear()  # a rejected version would come again from the same groups
+        if self.ctx.is_main:
+            what = ", ".join(f"{int(counts[name])} {name}" for name in ("added", "merged", "removed", "abstracted"))
+            verdict = f"reward on held-out questions {difference:+.3f} (standard error {error:.3f})"
+            say(f"step {step}: {place.name}: {what}; {verdict}: {'taken' if is_accepted else 'not taken'}")
         gate = {"gate_difference": difference, "gate_error": error, "accepted": float(is_accepted)}
         return {f"refresh/{name}": float(value) for name, value in (counts | gate).items()}
 
     def _write_candidate(self, step: int, folder: Path) -> dict[str, float]:
-        """Reflect, remove, merge and abstract; no counts when a cap on calls or tokens is reached. On rank 0 alone."""
+        """Reflect, remove, merge and abstract; no counts where an endpoint failed or a cap is reached. Rank 0 alone."""
         agent, hek = self.agent, self.agent.hek
         assert hek.encoder is not None
         seed = (self.cfg.seed * 1_000_003 + step) % 2**40
@@ -188,8 +194,12 @@ class ClosedLoop:
             made = (abstractor, golds, self.cfg.build, self.cfg.refresh.merge_threshold, step)
             new, counts = next_version(hek, lessons, gone, *made)
             new = new.with_asked(self._asked())
-        except BudgetReached as stop:
-            warnings.warn(f"step {step}: the HEK was not refreshed, {stop}", stacklevel=2)
+        except (BudgetReached, ConfigError) as stop:
+            if isinstance(stop, ConfigError) and not (self.cfg.build.reflector.url or self.cfg.build.abstractor.url):
+                raise
+            # the store is as good as it was, and hours of training are not to be lost to somebody else's server
+            why = str(stop).removesuffix(AGAIN)
+            warnings.warn(f"step {step}: the HEK was not refreshed, the next refresh tries again: {why}", stacklevel=2)
             return {}
         if is_new(counts):
             new.save(folder, overwrite=True)
@@ -200,7 +210,7 @@ class ClosedLoop:
         table = {one.id: one.faded() for one in self.agent.hek.asked}
         for name, (off, on) in self._rewards.items():
             table[name] = table.get(name, Asked(name, self._samples[name].question)).after(off, on)
-        return list(table.values())
+        return sorted(table.values(), key=lambda one: one.id)
 
     def _newest_pairs(self) -> list[Pair]:
         """The newest question first."""

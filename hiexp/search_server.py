@@ -14,6 +14,7 @@ import asyncio
 import hmac
 import importlib.util
 import json
+import math
 import os
 import socket
 import sys
@@ -249,7 +250,7 @@ def run(cfg: ServeConfig, backend: ScoredSearch, listener: socket.socket) -> Non
         log_level="warning",
         access_log=False,
         limit_concurrency=cfg.max_connections,
-        timeout_keep_alive=cfg.idle_seconds,
+        timeout_keep_alive=math.ceil(cfg.idle_seconds),
         timeout_graceful_shutdown=cfg.grace_seconds,
         server_header=False,
     )

@@ -308,3 +308,17 @@ def test_B79_published_layouts(name, count):
     read = data.read_samples(path)
     assert count is None or len(read) == count
     assert len({s.id for s in read}) == len(read) > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"id": "a", "question": "x \\ud800 y", "answers": ["z"]}\n', ":1: holds half of a surrogate pair"),
+        ('{"a":' * 100_000 + "\n", ":1: brackets nested too deeply"),
+        ("[" * 100_000, "brackets nested too deeply"),
+    ],
+)
+def test_what_no_reader_can_take_is_told_with_its_line(tmp_path, text, message):
+    (tmp_path / "x.jsonl").write_text(text)
+    with pytest.raises(data.DataError, match=message):
+        data.read_samples(tmp_path / "x.jsonl")

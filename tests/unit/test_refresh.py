@@ -287,7 +287,9 @@ def test_a_good_refresh_is_taken_and_is_next_version_of_its_lessons(monkeypatch,
     golds = {s.id: s.answers for s in SAMPLES}
     made = (scripted_reflector(write("x", "the plan"), ENCODER), golds, loop.cfg.build, None, 3)
     again, counts = next_version(before, lessons, (), *made)
-    again = again.with_asked([Asked(s.id, s.question, 0.5, 2) for s in loop.trained[:8]])
+    again = again.with_asked(
+        sorted((Asked(s.id, s.question, 0.5, 2) for s in loop.trained[:8]), key=lambda one: one.id)
+    )
     assert tree(tmp_path / "hek/v0001") == saved(again, tmp_path / "again")
     assert metrics | {f"refresh/{name}": value for name, value in counts.items()} == metrics
 
@@ -415,10 +417,41 @@ def test_a_cap_on_calls_skips_the_refresh_with_a_warning(monkeypatch, tmp_path):
     before = loop.agent.hek
     for step in range(3):
         loop.after_step(step, mixed(SAMPLES[step]))
-    with pytest.warns(UserWarning, match=r"step 3: the HEK was not refreshed, build.reflector.max_calls is reached"):
+    with pytest.warns(
+        UserWarning, match=r"step 3: the HEK was not refreshed, .*: build.reflector.max_calls is reached"
+    ):
         metrics = loop.after_step(3, mixed(SAMPLES[3]))
     assert loop.agent.hek is before and metrics["refresh/accepted"] == 0 == metrics["hek/version"]
     assert sorted(path.name for path in (tmp_path / "hek").iterdir()) == ["v0000"]
+
+
+@pytest.mark.parametrize("url", ["", "http://127.0.0.1:9/v1"])
+def test_an_endpoint_that_fails_costs_a_refresh_and_not_the_run(monkeypatch, tmp_path, url):
+    named = ("build.reflector.model=m", f"build.reflector.url={url}") if url else ()
+    loop = open_loop(monkeypatch, settings(tmp_path, *named), store("a"))
+
+    def fail(*_):
+        raise ConfigError("it failed")
+
+    monkeypatch.setattr(refresh, "reflect", fail)
+    for step in range(3):
+        loop.after_step(step, mixed(SAMPLES[step]))
+    if not url:  # then nothing passes by itself
+        with pytest.raises(ConfigError, match="it failed"):
+            loop.after_step(3, mixed(SAMPLES[3]))
+        return
+    with pytest.warns(UserWarning, match="not refreshed, the next refresh tries again: it failed"):
+        loop.after_step(3, mixed(SAMPLES[3]))
+    assert loop.agent.hek.version == 0 and len(loop.state()["pairs"]) == 4  # nothing is lost
+
+
+def test_the_table_of_questions_is_in_order_whatever_order_a_checkpoint_gives_back(monkeypatch, tmp_path):
+    loop = open_loop(monkeypatch, settings(tmp_path), store("a"))
+    for i in (3, 1, 2):
+        loop.after_step(i - 1, mixed(SAMPLES[i]))
+    before = loop._asked()
+    loop.load_state(json.loads(json.dumps(loop.state(), sort_keys=True)))
+    assert loop._asked() == before == sorted(before, key=lambda one: one.id)
 
 
 def test_nothing_to_learn_makes_no_version(monkeypatch, tmp_path):
