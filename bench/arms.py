@@ -147,11 +147,11 @@ def summarise(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> dict
         gains = [
             difference(b["attempts"][store], a["attempts"][store], "em") for b, a in zip(before, after, strict=True)
         ]
-        over = paired(*means)
+        over = paired(*means) if len(after) > 1 else None
         row[store] = {
             "em": means[1],
             "difference": [[gain.mean, gain.low, gain.high] for gain in gains],
-            "over_demos": [over.difference, over.low, over.high],
+            "over_demos": [over.difference, over.low, over.high] if over else None,
         }
     return row
 
@@ -168,8 +168,10 @@ def show(table: dict[str, Any], against: str) -> str:
                 f"{100 * em:.1f} ({100 * mean:+.1f} [{100 * low:.1f}, {100 * high:.1f}])"
                 for em, (mean, low, high) in zip(row[store]["em"], row[store]["difference"], strict=True)
             ]
-            mean, low, high = (100 * value for value in row[store]["over_demos"])
-            lines.append(f"{arm:10} {store:8} " + "  ".join(cells) + f"  all {mean:+.1f} [{low:.1f}, {high:.1f}]")
+            if row[store]["over_demos"]:
+                mean, low, high = (100 * value for value in row[store]["over_demos"])
+                cells.append(f"all {mean:+.1f} [{low:.1f}, {high:.1f}]")
+            lines.append(f"{arm:10} {store:8} " + "  ".join(cells))
         rewards = " ".join(f"{value:.3f}" for value in row["reward"])
         extra = " ".join(f"{100 * value:.1f}%" for value in row["extra_time"])
         lines.append(f"{arm:10} mean reward {rewards}; extra time of refreshes {extra}")

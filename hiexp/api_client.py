@@ -11,6 +11,7 @@ import json
 import os
 import random
 import re
+import sys
 import threading
 import time
 import urllib.error
@@ -34,6 +35,8 @@ REFUSED_AT_FIRST = 3
 """So many refusals before any reply mean that the request is wrong, not the prompts."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 LONGEST_RETRY_AFTER = 600.0
+TOLD_PAUSE = 5.0
+"""a pause from this length on is told on stderr"""
 MOST_BYTES = 16 << 20
 SECRET_NAMES = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 """How a variable's name must end for redact.py to keep its value out of every file and message."""
@@ -178,6 +181,9 @@ class Client:
                     raise ConfigError(f"{self.where} failed {attempt + 1} times, last: {error}{AGAIN}") from None
                 wait_for = max(error.pause, pause * self._jitter.uniform(0.5, 1.0))
                 pause = min(2 * pause, LONGEST_PAUSE)
+                if wait_for >= TOLD_PAUSE:  # else a long Retry-After looks like a program that hangs
+                    left = f"attempt {attempt + 2} of {self.cfg.max_retries + 1} in {wait_for:.0f} s"
+                    print(f"{self.where}: {error}; {left}", file=sys.stderr, flush=True)
                 if stop.wait(wait_for):
                     raise ConfigError(f"{self.where}: given up, last: {error}") from None
         raise AssertionError("unreachable")
@@ -222,6 +228,8 @@ class Client:
             text = answer["choices"][0]["message"]["content"]
         except (ValueError, KeyError, IndexError, TypeError, RecursionError):
             raise Failed("the reply is no chat completion") from None
+        if isinstance(text, list):  # some gateways send a text in parts
+            text = "".join(str(part.get("text", "")) for part in text if isinstance(part, dict)) or None
         if not isinstance(text, str):
             raise Failed("the reply holds no text")
         usage = answer.get("usage")

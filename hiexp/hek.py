@@ -100,8 +100,8 @@ class HEKConfig:
             raise ConfigError("csls=true changes scores that accept=fixed compares as cosines; set accept=zscore")
         if self.centre_questions and self.centre == "none":
             raise ConfigError("centre_questions is read by centre=language; set that, or leave it out")
-        if self.accept == "gate" and not self.gate:
-            raise ConfigError("accept=gate needs gate=<file>; fit one with HEK.fit_gate")
+        if (self.accept == "gate") != bool(self.gate):
+            raise ConfigError(f"gate={self.gate!r}, accept={self.accept}: a gate's file and accept=gate go together")
 
 
 class HEK:

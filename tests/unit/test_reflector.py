@@ -6,6 +6,7 @@ replies under way are dropped when another fails, a budget starts anew after a r
 import email.utils
 import json
 import logging
+import threading
 import time
 from collections import Counter
 
@@ -381,3 +382,23 @@ def test_texts_are_embedded_once(tmp_path):
     np.testing.assert_array_equal(KeptEncoder(Counting(), tmp_path / "v").encode(["a b", "c"], "query"), rows[0])
     KeptEncoder(Counting(), tmp_path / "v").encode(["a b", "c"], "passage")
     assert len(calls) == 3
+
+
+def test_a_text_in_parts_is_a_text_and_a_long_pause_is_told(monkeypatch, capsys):
+    client = Client(WriterConfig(url="http://127.0.0.1:9/v1", model="m", max_retries=1))
+    parts = [{"type": "text", "text": "a "}, {"type": "reasoning"}, {"type": "text", "text": "lesson"}]
+    answer = {"choices": [{"message": {"content": parts}}]}
+
+    class Pause(threading.Event):
+        def wait(self, timeout=None):
+            return False
+
+    def post(data):
+        if not asked.append(data) and len(asked) == 1:
+            raise api_client.Failed("HTTP 429", 30.0)
+        return json.dumps(answer).encode()
+
+    asked: list[bytes] = []
+    monkeypatch.setattr(client, "_post", post)
+    assert client.ask("p", 10, Sampling(0.5, 0.9, (), 7), Pause()).text == "a lesson"
+    assert capsys.readouterr().err == "http://127.0.0.1:9/v1 (model m): HTTP 429; attempt 2 of 2 in 30 s\n"
