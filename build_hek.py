@@ -17,7 +17,7 @@ import sys
 from dataclasses import replace
 
 from hiexp.api_client import BudgetReached
-from hiexp.assemble import Config
+from hiexp.assemble import Config, reward_judge
 from hiexp.config import run_script
 from hiexp.encoder import load_encoder
 from hiexp.hek_build import build_hek
@@ -47,7 +47,7 @@ def main(cfg: Config) -> int:
         print(estimate(cfg, samples, logs))
         return 0
     check_writers(cfg)
-    agent = open_parts(cfg, logs)
+    agent, judge = open_parts(cfg, logs), reward_judge(cfg)
     encoder = agent.encoder or load_encoder(cfg.encoder)
     out = open_run_folder(cfg.out, cfg, resumable=True)
     models, size = Models(agent, cfg), cfg.build.rollouts_per_question
@@ -59,7 +59,7 @@ def main(cfg: Config) -> int:
     else:
         with timed(times, "rollout"):
             trajectories = roll_out(models, samples, out, size)
-        score(trajectories, samples, cfg.reward, size)
+        score(trajectories, samples, cfg.reward, size, judge=judge)
         write_trajectories(out / "trajectories.jsonl", trajectories)
         groups = groups_of(trajectories, size)
 

@@ -20,15 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hiexp import math_check
 from hiexp.advantages import group_advantages
-from hiexp.assemble import Agent, Config, load_models, open_agent, open_samples, start_engine
+from hiexp.assemble import Agent, Config, load_models, open_agent, open_samples, reward_judge, start_engine
 from hiexp.checkpoint import Checkpoints, save_policy
 from hiexp.config import ConfigError, run_script
 from hiexp.data import PromptSampler, Sample
 from hiexp.distributed import Context, close, init
 from hiexp.dosage import dose
 from hiexp.engine import Engine
-from hiexp.evaluation import EvalConfig, evaluate
+from hiexp.eval_config import EvalConfig
+from hiexp.evaluation import evaluate
 from hiexp.hek import HEK, refuse_evaluation_questions
 from hiexp.hek_stages import check_writers
 from hiexp.model import full_parameters
@@ -52,6 +54,7 @@ def main(cfg: Config) -> int:
     check(cfg, ctx, len(samples))
     dev = open_samples(cfg.data, "dev") if cfg.train.dev_every else []
     agent = open_agent(cfg)
+    agent.judge = reward_judge(cfg, ctx)
     refuse_evaluation_questions(agent.hek, dev)
     closed_loop = ClosedLoop(agent, cfg, samples, ctx)
     out = ctx.on_main(lambda: open_run_folder(cfg.out, cfg, resumable=True))
@@ -210,7 +213,7 @@ def collect(
         if any(part is None for part in parts):
             return None
         trajectories = [trajectory for part in parts for trajectory in part]
-        score(trajectories, prompts, cfg.reward, size, cfg.rollout.max_response_tokens)
+        score(trajectories, prompts, cfg.reward, size, cfg.rollout.max_response_tokens, agent.judge)
         drawn += trajectories
         fresh = list(groups_of(trajectories, size))
         kept += [group for group in fresh if not cfg.train.refill or len({one.reward for one in group}) > 1]
@@ -257,6 +260,8 @@ def check_refresh(cfg: Config) -> None:
 def check(cfg: Config, ctx: Context, num_samples: int) -> None:
     """What would make training pointless, told before any work."""
     check_refresh(cfg)
+    if cfg.reward.metric == "math":
+        math_check.require()
     if cfg.rollout.temperature <= 0:
         raise ConfigError("rollout.temperature=0: greedy siblings are all alike and teach nothing; set it above 0")
     if cfg.train.refill and cfg.rollout.group_size == 1:

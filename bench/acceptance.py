@@ -27,8 +27,9 @@ from hiexp.assemble import Agent, Config, engine_only, open_agent, open_samples,
 from hiexp.config import ConfigError, load  # noqa: E402
 from hiexp.data import Sample  # noqa: E402
 from hiexp.effects import Forecast, noise  # noqa: E402
-from hiexp.evaluation import Attempt, difference, evaluate  # noqa: E402
+from hiexp.evaluation import difference, evaluate  # noqa: E402
 from hiexp.hek import HEK  # noqa: E402
+from hiexp.records import Attempt  # noqa: E402
 from hiexp.rewards import score  # noqa: E402
 from hiexp.trajectory import Trajectory, groups_of  # noqa: E402
 from hiexp.uplift import Tried, entry_effects, improve, mine, records_of  # noqa: E402

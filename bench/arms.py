@@ -31,8 +31,9 @@ sys.path.insert(0, str(ROOT))
 from hiexp.assemble import Config  # noqa: E402
 from hiexp.config import ConfigError, load  # noqa: E402
 from hiexp.data import read_samples, write_samples  # noqa: E402
-from hiexp.evaluation import difference, read_attempts  # noqa: E402
+from hiexp.evaluation import difference  # noqa: E402
 from hiexp.paired import paired  # noqa: E402
+from hiexp.records import read_attempts  # noqa: E402
 from hiexp.refresh import held_out  # noqa: E402
 from hiexp.tracking import read_metrics  # noqa: E402
 

@@ -34,7 +34,7 @@ from hiexp.vectors import index_rows  # noqa: E402
 QUERIES = 512
 NEAREST = 10
 SHARD = 1 << 14
-BREADTHS = {"flat": (0,), "ivf": (16, 64), "hnsw": (64, 128)}
+BREADTHS = {"flat": (0,), "ivf": (16, 64), "hnsw": (64, 128, 512)}
 """lists read, candidates kept: each is measured"""
 
 

@@ -234,7 +234,7 @@ def compare_virtual(draws: int, **mix: float) -> dict[str, float]:
 class Chatter:
     """A protocol for a model that writes letters at random: whatever a turn holds, it is a query, or the answer."""
 
-    searches, stop = True, ()
+    searches, stop, refuses_repeats = True, (), True
 
     def __init__(self, kind: Literal["search", "answer"]) -> None:
         self.name = self.kind = kind
@@ -245,7 +245,7 @@ class Chatter:
     def parse(self, text: str) -> Action:
         return Action(self.kind, text, len(text))
 
-    def observation(self, documents: Sequence[Document], case: str, notice: str) -> Pieces:
+    def observation(self, documents: Sequence[Document], case: str, notice: str, asked: Any = None) -> Pieces:
         return [(Source.DOCUMENT, document.text) for document in documents] or [(Source.NOTICE, notice)]
 
 

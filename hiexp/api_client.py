@@ -1,9 +1,10 @@
 """Replies from any OpenAI-compatible endpoint, over the standard library alone.
 
-One POST to <url>/chat/completions per reply. What may pass (HTTP 408, 409, 425, 429, 5xx, a broken connection, silence,
-a reply that is no reply) is tried again after a pause that doubles each time, with jitter, and is never shorter than
-the server's Retry-After. What cannot pass (a wrong key, model or address) stops the run in one line. The key comes from
-an environment variable, goes into one header, is never sent on by a redirect, and is in no message.
+One POST to <url>/chat/completions per reply (chat_replies.py reads it). What may pass (HTTP 408, 409, 425, 429, 5xx, a
+broken connection, silence, a reply that is no reply) is tried again after a pause that doubles each time, with jitter,
+and is never shorter than the server's Retry-After. What cannot pass (a wrong key, model or address) stops the run in
+one line. The key comes from an environment variable, goes into one header, is never sent on by a redirect, and is in
+no message.
 """
 
 import email.utils
@@ -18,11 +19,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
+from hiexp.chat_replies import LIMITS, OPTIONAL, Failed, Refused, Reply, Unsupported, read_reply, refused_field
 from hiexp.config import ConfigError
 from hiexp.redact import HIDDEN, redact
 from hiexp.sampling import Sampling
@@ -45,7 +47,7 @@ AGAIN = "; what was answered is kept: run the same command again to go on"
 
 @dataclass(frozen=True)
 class WriterConfig:
-    """Which model writes lessons: the policy (nothing set), a model folder, or an endpoint."""
+    """Which model writes: the policy (nothing set), a model folder, or an endpoint."""
 
     model: str = ""
     """folder of a local model, or (with url) the name under which the endpoint knows its model; empty = the policy"""
@@ -65,11 +67,15 @@ class WriterConfig:
     """replies that may be asked for in all, earlier starts of the run included; 0 = no cap"""
     max_tokens: int = 0
     """the same for prompt and reply tokens together; a reply that might pass the cap is not asked for"""
+    omit: tuple[str, ...] = ()
+    """endpoint: those of temperature, top_p, seed and stop that its model refuses: not sent, it draws as it likes"""
 
     def __post_init__(self) -> None:
         for name, least in (("window", 2), ("concurrency", 1), ("max_retries", 0), ("max_calls", 0), ("max_tokens", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}")
+        if unknown := [name for name in self.omit if name not in OPTIONAL]:
+            raise ConfigError(f"omit has {', '.join(unknown)}; it may have {', '.join(OPTIONAL)}")
         if not 0 < self.timeout < float("inf"):
             raise ConfigError(f"timeout={self.timeout} must be a number of seconds above 0")
         if self.url:
@@ -93,15 +99,6 @@ class WriterConfig:
             raise ConfigError(f"url={redact(self.url)!r} is no address such as http://host:8000/v1")
         if not self.model:
             raise ConfigError(f"url={redact(self.url)} needs model, the name under which the endpoint knows its model")
-
-
-@dataclass(frozen=True)
-class Reply:
-    """The text that a model wrote, and what it cost."""
-
-    text: str
-    prompt_tokens: int
-    reply_tokens: int
 
 
 class BudgetReached(Exception):
@@ -136,18 +133,6 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-class Failed(Exception):
-    """An attempt failed in a way that may pass; `pause` is what the server asked for, in seconds."""
-
-    def __init__(self, reason: str, pause: float = 0.0) -> None:
-        super().__init__(reason)
-        self.pause = pause
-
-
-class Refused(Exception):
-    """The endpoint will not answer this prompt."""
-
-
 class Client:
     """Asks one endpoint; safe to share between threads. ConfigError at once when the key's variable is not set."""
 
@@ -157,25 +142,25 @@ class Client:
         self._key = read_key(cfg.api_key_env) if cfg.api_key_env else ""
         self._opener = urllib.request.build_opener(_NoRedirect)
         self._jitter = random.Random()  # spreads pauses: of no result
+        self._limit = LIMITS[0]
 
-    def ask(self, prompt: str, max_new_tokens: int, sampling: Sampling, stop: threading.Event | None = None) -> Reply:
-        """The reply to one user message. Refused, or ConfigError where no attempt succeeds or none ever could.
+    def ask(
+        self,
+        prompt: str | Sequence[Mapping[str, str]],
+        max_new_tokens: int,
+        sampling: Sampling,
+        stop: threading.Event | None = None,
+    ) -> Reply:
+        """The reply to one user message, or to messages. Refused, or ConfigError where no attempt can succeed.
 
-        `stop` ends a pause between attempts, and with it the attempts.
+        Once a reply was read nothing is asked again. `stop` ends a pause between attempts, and with it the attempts.
         """
         stop = stop or threading.Event()
-        body = {
-            "model": self.cfg.model,
-            "messages": [{"role": "user", "content": prompt}],
-            "max_tokens": max_new_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "seed": sampling.seed & 0x7FFFFFFF,
-        }
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(one) for one in prompt]
         pause = FIRST_PAUSE
         for attempt in range(self.cfg.max_retries + 1):
             try:
-                return self._read(self._post(json.dumps(body).encode()), prompt)
+                return self._attempt(messages, max_new_tokens, sampling)
             except Failed as error:
                 if attempt == self.cfg.max_retries:
                     raise ConfigError(f"{self.where} failed {attempt + 1} times, last: {error}{AGAIN}") from None
@@ -186,6 +171,27 @@ class Client:
                     print(f"{self.where}: {error}; {left}", file=sys.stderr, flush=True)
                 if stop.wait(wait_for):
                     raise ConfigError(f"{self.where}: given up, last: {error}") from None
+        raise AssertionError("unreachable")
+
+    def _attempt(self, messages: list[dict[str, str]], max_new_tokens: int, sampling: Sampling) -> Reply:
+        """One reply, under the name of the token limit that the endpoint's model takes."""
+        characters = sum(len(message["content"]) for message in messages)
+        optional = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": sampling.seed & 0x7FFFFFFF,
+        } | ({"stop": list(sampling.stop)} if sampling.stop else {})
+        sent = {name: value for name, value in optional.items() if name not in self.cfg.omit}
+        for limit in (self._limit, LIMITS[-1]):
+            body = {"model": self.cfg.model, "messages": messages, limit: max_new_tokens, **sent}
+            try:
+                return read_reply(self._post(json.dumps(body).encode()), characters)
+            except Unsupported as error:
+                if error.field != limit or limit == LIMITS[-1]:
+                    remedy = f"set omit=[{error.field}], and it draws as it likes" if error.field in sent else ""
+                    told = f"{self.where} takes no {error.field}: {error}"
+                    raise ConfigError(f"{told}; {remedy or 'choose another model'}{AGAIN}") from None
+                self._limit = LIMITS[-1]
         raise AssertionError("unreachable")
 
     def _post(self, data: bytes) -> bytes:
@@ -209,34 +215,18 @@ class Client:
             raise Failed(self._hide(f"{type(reason).__name__}: {reason}")) from None
 
     def _judge(self, error: urllib.error.HTTPError) -> Exception:
-        """What an HTTP status means: Failed, Refused, or the ConfigError that ends the run."""
+        """What an HTTP status means: Failed, Refused, Unsupported, or the ConfigError that ends the run."""
         try:
-            said = " ".join(error.read(2000).decode("utf-8", "replace").split())[:300]
+            said = error.read(2000).decode("utf-8", "replace")
         except (OSError, HTTPException):
             said = ""
-        told = self._hide(f"HTTP {error.code} {said}".strip())
+        told = self._hide(f"HTTP {error.code} {' '.join(said.split())[:300]}".strip())
         if error.code in TRANSIENT or error.code >= 500:
             return Failed(told, retry_after(error.headers.get("Retry-After")))
         if error.code in PER_PROMPT:
-            return Refused(told)
+            return Unsupported(field, told) if (field := refused_field(said)) else Refused(told)
         key = f", the key in {self.cfg.api_key_env}" if self.cfg.api_key_env else " and api_key_env"
         return ConfigError(f"{self.where}: {told}; check url, model{key}{AGAIN}")
-
-    def _read(self, data: bytes, prompt: str) -> Reply:
-        try:
-            answer = json.loads(data)
-            text = answer["choices"][0]["message"]["content"]
-        except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-            raise Failed("the reply is no chat completion") from None
-        if isinstance(text, list):  # some gateways send a text in parts
-            text = "".join(str(part.get("text", "")) for part in text if isinstance(part, dict)) or None
-        if not isinstance(text, str):
-            raise Failed("the reply holds no text")
-        usage = answer.get("usage")
-        counts = [usage.get(f"{kind}_tokens") if isinstance(usage, dict) else None for kind in ("prompt", "completion")]
-        guesses = (len(prompt), len(text))
-        tokens = [n if type(n) is int and n >= 0 else guess // 4 + 1 for n, guess in zip(counts, guesses, strict=True)]
-        return Reply(text.encode("utf-8", "replace").decode(), *tokens)
 
     def _hide(self, text: str) -> str:
         return redact(text.replace(self._key, HIDDEN) if self._key else text)
@@ -307,10 +297,10 @@ class ApiWriter:
         try:
             reply = future.result()
         except Refused as error:
-            self._refused += 1
+            self._refused += error.reply is None
             if not self._answered and self._refused >= REFUSED_AT_FIRST:
                 raise ConfigError(f"{self._client.where} refuses every prompt: {error}") from None
-            reply = Reply("", 0, 0)
+            reply = replace(error.reply, text="") if error.reply else Reply("", 0, 0)
         else:
             self._answered += 1
         self.budget.settle(reserved, reply.prompt_tokens + reply.reply_tokens)

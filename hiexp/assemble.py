@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,16 +22,17 @@ from hiexp.dosage import DosageConfig
 from hiexp.effects import UpliftConfig
 from hiexp.encoder import Encoder, EncoderConfig, load_encoder
 from hiexp.engine import Engine, EngineConfig
-from hiexp.evaluation import EvalConfig
+from hiexp.eval_config import EvalConfig
 from hiexp.fsdp import ShardConfig, load_sharded
 from hiexp.hek import HEK, HEKConfig
 from hiexp.hek_build import BuildConfig
 from hiexp.hek_update import RefreshConfig
+from hiexp.judge import JudgeConfig, Judges
 from hiexp.lora import LoraConfig
 from hiexp.loss import LossConfig
 from hiexp.model import DTYPES, ModelConfig, full_parameters, load_causal_lm, load_tokenizer
-from hiexp.protocols import PROTOCOLS, AgentProtocol
-from hiexp.rewards import RewardConfig
+from hiexp.protocols import PROTOCOLS, AgentProtocol, open_protocol
+from hiexp.rewards import JUDGE, Judge, RewardConfig
 from hiexp.rollout import RolloutConfig, run_rollouts
 from hiexp.run_log import LogConfig
 from hiexp.sampling import Sampling
@@ -58,7 +60,7 @@ class DataConfig:
     dev: str = ""
     """file of questions for validation while training (train.dev_every)"""
     test: str = ""
-    """file of questions that evaluate.py asks"""
+    """file of questions that evaluate.py asks, where eval.benchmarks names none"""
     limit: int = 0
     """use only the first so many questions of each file; 0 = all"""
 
@@ -122,6 +124,7 @@ class Config:
     watch: WatchConfig = field(default_factory=WatchConfig)
     log: LogConfig = field(default_factory=LogConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
     uplift: UpliftConfig = field(default_factory=UpliftConfig)
 
     def __post_init__(self) -> None:
@@ -152,6 +155,8 @@ class Agent:
     encoder: Encoder | None
     hek: HEK
     engine: Engine | None = None
+    judge: Judge | None = None
+    """grades answers for rewards.score (reward.metric=judge)"""
 
     def rollout(
         self,
@@ -162,17 +167,20 @@ class Agent:
         first: int = 0,
         hinted: Sequence[bool] | None = None,
         metrics: dict[str, float] | None = None,
+        positions: Sequence[int] | None = None,
+        done: Callable[[Trajectory], None] | None = None,
         **changes: Any,
     ) -> list[Trajectory]:
         """group_size trajectories a sample, siblings adjacent; `changes` replace fields of RolloutConfig.
 
-        `first`: position of samples[0] among the questions of all ranks; `hinted`: per sample, whether it gets
-        experience; `metrics` gets the seconds of searching.
+        `first`: position of samples[0] among the questions of all ranks, or `positions` of each; `hinted`: per sample,
+        whether it gets experience; `metrics` gets the seconds of searching; `done` each trajectory as it ends.
         """
         assert self.engine is not None
         parts = (self.engine, self.tokenizer, self.protocol, self.search, self.hek if hek is None else hek)
         cfg = replace(self.cfg, **changes)
-        return run_rollouts(*parts, samples, cfg, seed, progress, first=first, hinted=hinted, metrics=metrics)
+        more = {"first": first, "positions": positions, "done": done, "hinted": hinted, "metrics": metrics}
+        return run_rollouts(*parts, samples, cfg, seed, progress, **more)
 
     def rollout_all(
         self, samples: Sequence[Sample], seed: int, label: str, hek: HEK, keep: Keep | None = None, **changes: Any
@@ -197,7 +205,7 @@ def open_agent(cfg: Config) -> Agent:
     """Protocol, tokenizer, encoder, HEK and search, in order of cost. Raises ConfigError naming what is wrong."""
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
-    protocol = PROTOCOLS[cfg.rollout.protocol]
+    protocol = open_protocol(cfg.rollout)
     tokenizer = load_tokenizer(cfg.model.path)
     protocol.prompt("?", "?", tokenizer)  # a chat template that does not fit is told now
     needs_encoder = bool(cfg.hek.path or cfg.refresh.every or cfg.search.backend in NEEDS_ENCODER)
@@ -214,6 +222,17 @@ def open_agent(cfg: Config) -> Agent:
         )
     search = remembering(open_search(cfg.search, encoder), cfg.search)
     return Agent(cfg.rollout, tokenizer, protocol, search, encoder, hek)
+
+
+def reward_judge(cfg: Config, ctx: Context = ALONE) -> Judge | None:
+    """What grades answers for rewards.score, with reward.metric=judge: rank 0 asks, all ranks call it together.
+
+    ConfigError for a judge that is not named or has no key. What it says is kept in judge.cache, or <out>/verdicts.
+    """
+    if cfg.reward.metric != JUDGE:
+        return None
+    judges = ctx.on_main(lambda: Judges(cfg.judge, cfg.judge.cache or Path(cfg.out) / "verdicts"), "judge")
+    return lambda items: ctx.on_main(lambda: judges.reward(items), "judge")
 
 
 def open_samples(cfg: DataConfig, split: str) -> list[Sample]:
@@ -247,9 +266,9 @@ def engine_model(cfg: Config, ctx: Context = ALONE) -> Any:
     return model.to(ctx.device, DTYPES[cfg.shard.param_dtype]).requires_grad_(False)  # type: ignore[arg-type]
 
 
-def engine_only(cfg: Config) -> tuple[Any, Any]:
+def engine_only(cfg: Config, ctx: Context = ALONE) -> tuple[Any, Any]:
     """(model whose weights a vLLM engine takes, model that the torch engine keeps): for scripts that train nothing."""
-    model = engine_model(cfg)
+    model = engine_model(cfg, ctx)
     return model, model
 
 

@@ -204,6 +204,10 @@ def _coerce(annotation: Any, value: Any, key: str) -> Any:
         if items is None or (fixed is not None and len(items) != fixed):
             raise ConfigError(f"{key} must be a list of {fixed or 'any number of'} values; got {value!r}")
         return tuple(_coerce(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(items))
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise ConfigError(f"{key} must be a mapping of names to values; got {value!r}")
+        return {str(name): _coerce(arguments[1], item, f"{key}.{name}") for name, item in value.items()}
     return _scalar(annotation, value, key)
 
 
@@ -243,6 +247,8 @@ def _plain(config: Any) -> Any:
         return {f.name: _plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
     if isinstance(config, (list, tuple)):
         return [_plain(item) for item in config]
+    if isinstance(config, dict):
+        return {name: _plain(item) for name, item in config.items()}
     return config
 
 

@@ -12,13 +12,9 @@ gzip, bzip2 and xz are read as they are. Files are streamed, a single list of an
 ends the reading with file and line. Ids are the file's own; where it has none, they are its name and the position.
 """
 
-import bz2
-import gzip
 import json
-import lzma
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -26,15 +22,13 @@ from typing import Any, TextIO
 
 from hiexp.config import ConfigError
 from hiexp.data import ID_KEYS, QUESTION_KEYS, DataError, require_file
+from hiexp.raw_text import Pieces, first_line, json_lines, text_of
 from hiexp.trajectory import Document
 
 PASSAGE_ID_KEYS = ("id", "_id", "docid", "doc_id", "pid", "passage_id", "wikipedia_id")
+TEXT_COLUMNS = ("text", "contents", "passage", "passage_text")
 CONTEXT_KEYS = ("context", "contexts", "paragraphs")
 RECORD_KEYS = {*PASSAGE_ID_KEYS, *CONTEXT_KEYS, *ID_KEYS, *QUESTION_KEYS, "title", "text", "contents", "url", "type"}
-PACKED: dict[bytes, Callable[..., Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}
-UNREADABLE = {b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "parquet", b"PK\x03\x04": "zip", b"\x93NUMPY": "a numpy array"}
-CHUNK = 1 << 20
-"""characters that are read at once of a file that is one JSON value"""
 PEEK = 10
 """lines that tell how a table is laid out"""
 TITLE_TEXT = re.compile(r"Title: (.*?) Text:\s+(.*)", re.DOTALL)
@@ -63,12 +57,11 @@ def read_file(path: str | Path) -> Iterator[Passage]:
     is broken, has no text, or is laid out in no known way.
     """
     file, count = require_file(path), 0
-    with _text_of(file) as stream:
-        first = next((line for line in _short_lines(stream) if line.strip()), "")
+    with text_of(file) as stream:
+        first = first_line(stream)
         if not first:
             raise ConfigError(f"{path} is empty; expected passages")
-        stream.seek(0)
-        for passage in _reader(first.lstrip(), file)(stream, file):
+        for passage in _reader(first, file)(stream, file):
             count += 1
             yield passage
     if not count:
@@ -84,6 +77,14 @@ def parse_contents(contents: str) -> Document:
     if len(title) > 1 and title[0] == title[-1] == '"':
         title = title[1:-1]
     return Document(title.strip(), text.strip())
+
+
+def titled(title: Any, contents: str) -> Document:
+    """`contents` beside a title of its own: the title's line is taken off where it is there, else all is text."""
+    document = parse_contents(contents)
+    if not isinstance(title, str) or not title.strip() or document.title == title.strip():
+        return document
+    return Document(title.strip(), contents.strip())
 
 
 def contents(document: Document) -> str:
@@ -104,30 +105,6 @@ def glue_of(paragraphs: Iterable[Sequence[str]]) -> str:
     return "" if any(s[:1].isspace() for sentences in paragraphs for s in sentences[1:]) else " "
 
 
-@contextmanager
-def _text_of(file: Path) -> Iterator[TextIO]:
-    """The file as text, unpacked; what goes wrong while it is read becomes an error that names it."""
-    with file.open("rb") as raw:
-        head = raw.read(8)
-    for magic, name in UNREADABLE.items():
-        if head.startswith(magic):
-            raise ConfigError(f"{file} is {name}, which is not read; turn it into JSON lines (gzip is fine)")
-    opener = next((opener for magic, opener in PACKED.items() if head.startswith(magic)), open)
-    try:
-        with opener(file, "rt", encoding="utf-8-sig", newline="\n") as stream:  # a lone \r is part of a text
-            yield stream
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start})") from error
-    except (EOFError, gzip.BadGzipFile, lzma.LZMAError) as error:
-        raise DataError(f"{file} is damaged or cut off ({error}); fetch it again") from error
-
-
-def _short_lines(stream: TextIO) -> Iterator[str]:
-    """Lines, cut at CHUNK: a list of gigabytes may be one line."""
-    while line := stream.readline(CHUNK):
-        yield line
-
-
 def _reader(first: str, file: Path) -> Callable[[TextIO, Path], Iterator[Passage]]:
     if first.startswith("["):
         return _list_passages
@@ -144,32 +121,24 @@ def _is_whole_record(line: str) -> bool:
     """A line that is an object with keys of a passage or a question."""
     try:
         return not RECORD_KEYS.isdisjoint(json.loads(line))
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 
 def _line_passages(stream: TextIO, file: Path) -> Iterator[Passage]:
-    number = 0
-    for at, line in enumerate(stream, 1):
-        if line.strip():
-            where = f"{file}:{at}"
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{where}: not JSON ({error.msg}, column {error.colno})") from error
-            yield from _record_passages(record, where, unnamed(file, number))
-            number += 1
+    for number, (where, record) in enumerate(json_lines(stream, file)):
+        yield from _record_passages(record, where, unnamed(file, number))
 
 
 def _list_passages(stream: TextIO, file: Path) -> Iterator[Passage]:
-    reader = _Pieces(stream, file)
+    reader = Pieces(stream, file)
     reader.take("[")
     for number, where in enumerate(reader.items("]")):
         yield from _record_passages(reader.value(), f"{where} (item {number + 1})", unnamed(file, number))
 
 
 def _dict_passages(stream: TextIO, file: Path) -> Iterator[Passage]:
-    reader = _Pieces(stream, file)
+    reader = Pieces(stream, file)
     reader.take("{")
     for where in reader.items("}"):
         title = reader.value()
@@ -196,14 +165,15 @@ def _record_passages(record: Any, where: str, spare: str) -> Iterator[Passage]:
     elif "text" in record:
         yield _passage(key, record.get("title"), record["text"], where)
     elif isinstance(record.get("contents"), str):
-        document = parse_contents(record["contents"])
+        document = titled(record.get("title"), record["contents"])
         yield _passage(key, document.title, document.text, where)
     else:
         raise DataError(f"{where}: passage {key!r} has neither text nor contents; its keys: {', '.join(record)[:100]}")
 
 
 def _kilt_passages(record: dict[str, Any], where: str, key: str) -> Iterator[Passage]:
-    title, lines = str(record["wikipedia_title"]).strip(), record.get("text")
+    title, lines = record["wikipedia_title"] or "", record.get("text")
+    title = title.strip() if isinstance(title, str) else title
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
         raise DataError(f"{where}: page {key!r}: KILT's text is a list of paragraphs")
     kept = [line.strip() for line in lines if not line.startswith("Section::::")]
@@ -215,55 +185,80 @@ def _kilt_passages(record: dict[str, Any], where: str, key: str) -> Iterator[Pas
 
 
 def question_passages(record: dict[str, Any], where: str, spare: str) -> Iterator[Passage]:
-    """The paragraphs that a question's record brings along, with those marked that its answer rests on."""
+    """The paragraphs that a question's record brings along, with those marked that its answer rests on.
+
+    DataError for paragraphs, or marks of what supports the answer, that are laid out in no known way.
+    """
     question = str(next((record[key] for key in ID_KEYS if key in record), spare))
+    try:
+        named, paragraphs = supporting_titles(record), _paragraphs(record)
+    except ValueError as error:
+        raise DataError(f"{where}: question {question!r}: {error}") from None
+    glue = glue_of(text for _, text, _ in paragraphs if isinstance(text, list))
+    for number, (title, text, supports) in enumerate(paragraphs):
+        whole = text if isinstance(text, str) else join_sentences(text, glue)
+        if whole.strip():  # some published paragraphs are a title alone
+            is_gold = title in named if supports is None else bool(supports)
+            yield _passage(f"{question}:{number}", title, whole, where, is_gold, question)
+
+
+def _paragraphs(record: dict[str, Any]) -> list[tuple[str, str | list[str], Any]]:
+    """(title, text or sentences, whether it supports the answer or None) of each; ValueError for what is none."""
     context = next((record[key] for key in CONTEXT_KEYS if record.get(key)), [])
     if isinstance(context, dict) and {"title", "sentences"} <= context.keys():
-        context = list(zip(context["title"], context["sentences"], strict=True))
+        titles, texts = context["title"], context["sentences"]
+        if not isinstance(titles, list) or not isinstance(texts, list) or len(titles) != len(texts):
+            raise ValueError("the columns title and sentences of its paragraphs must be lists of equal length")
+        context = list(zip(titles, texts, strict=True))
     if not isinstance(context, list):
-        raise DataError(f"{where}: the paragraphs of question {question!r} are a {type(context).__name__}")
-    named = supporting_titles(record)
-    glue = glue_of(item[1] for item in context if isinstance(item, (list, tuple)) and isinstance(item[-1], list))
+        raise ValueError(f"the paragraphs are a {type(context).__name__}")
+    found = []
     for number, item in enumerate(context):
         if isinstance(item, dict):
             title, text, supports = item.get("title"), item.get("paragraph_text"), item.get("is_supporting")
         elif isinstance(item, (list, tuple)) and len(item) == 2:
             (title, text), supports = item, None
         else:
-            raise DataError(f"{where}: paragraph {number} of question {question!r} is laid out in no known way")
-        if isinstance(text, list) and all(isinstance(sentence, str) for sentence in text):
-            text = join_sentences(text, glue)
-        if isinstance(text, str) and not text.strip():
-            continue  # some published paragraphs are a title alone
-        is_gold = title in named if supports is None else bool(supports)
-        yield _passage(f"{question}:{number}", title, text, where, is_gold, question)
+            raise ValueError(f"paragraph {number} is laid out in no known way")
+        title = "" if title is None else title
+        if not isinstance(title, str) or not _is_text(text):
+            raise ValueError(f"paragraph {number} needs a title, and a text or a list of sentences")
+        found.append((title, text, supports))
+    return found
 
 
 def supporting_titles(record: dict[str, Any]) -> set[str]:
-    """Titles that a HotpotQA, 2Wiki or MoreHopQA record names as the ground of its answer."""
+    """Titles that a HotpotQA, 2Wiki or MoreHopQA record names as the ground of its answer; ValueError for others."""
     facts = record.get("supporting_facts") or []
     if isinstance(facts, dict):
-        return set(facts["title"])
+        facts = [[title] for title in facts["title"]] if isinstance(facts.get("title"), list) else None
+    if not isinstance(facts, list) or not all(isinstance(fact, (list, tuple)) and fact for fact in facts):
+        raise ValueError("supporting_facts must be a list of [title, sentence], or an object with a list of titles")
     steps = record.get("question_decomposition") or []
-    steps = [*steps, *(detail for step in steps for detail in step.get("details") or [])]
-    named = [str(step.get("paragraph_support_title") or "") for step in steps]
+    steps = steps if isinstance(steps, list) else [steps]
+    details = [step.get("details") or [] for step in steps if isinstance(step, dict)]
+    steps = [*steps, *chain.from_iterable(detail if isinstance(detail, list) else [detail] for detail in details)]
+    if not all(isinstance(step, dict) for step in steps):
+        raise ValueError("question_decomposition must be a list of objects")
+    named = [step.get("paragraph_support_title") for step in steps]
     return {str(title) for title in (*(fact[0] for fact in facts), *named) if title}
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value))
 
 
 def _table_passages(stream: TextIO, file: Path) -> Iterator[Passage]:
     numbered = ((at, line.rstrip("\r\n")) for at, line in enumerate(stream, 1) if line.strip())
     head = list(islice(numbered, PEEK))
     names = [name.strip().lower() for name in _cells(head[0][1])]
-    has_heading = {"id", "text"} <= set(names)
+    order = _heading(names)
+    has_heading, columns = bool(order), len(names)
     rows = [_cells(line) for _, line in head[has_heading:]]
-    columns = len(names)
     if not has_heading and columns not in (2, 3):
         raise DataError(f"{file}:1: {columns} columns; expected id and text, or id, text and title, or a heading")
-    order = {name: at for at, name in enumerate(names)} if has_heading else {"id": 0, "text": 1, "title": 2}
-    inside = ""
-    if columns == 2 and rows:
-        marked, gap = all(TITLE_TEXT.fullmatch(row[-1]) for row in rows), all(WIDE_GAP in row[-1] for row in rows)
-        inside = "Title: ... Text: ..." if marked else "title, three spaces, text" if gap else ""
+    inside = _inside([row[-1] for row in rows]) if columns == 2 else ""
+    order = order or {"id": 0, "text": 1, "title": 2}
     for at, line in chain(head[has_heading:], numbered):
         where, cells = f"{file}:{at}", _cells(line)
         if len(cells) != columns:
@@ -275,6 +270,26 @@ def _table_passages(stream: TextIO, file: Path) -> Iterator[Passage]:
         if not key:
             raise DataError(f"{where}: the id is empty")
         yield _passage(key, title, text, where)
+
+
+def _heading(names: Sequence[str]) -> dict[str, int]:
+    """Where id, text and title stand by a table's first line; empty where that is a passage."""
+    columns = {"id": PASSAGE_ID_KEYS, "text": TEXT_COLUMNS, "title": ("title", "wikipedia_title")}
+    found = {kind: [names.index(name) for name in known if name in names] for kind, known in columns.items()}
+    return {kind: places[0] for kind, places in found.items() if places} if found["id"] and found["text"] else {}
+
+
+def _inside(cells: Sequence[str]) -> str:
+    """How title and text share a column; "" where it holds a text alone.
+
+    Three spaces part them unless most of what would be titles ends like a sentence.
+    """
+    if cells and all(TITLE_TEXT.fullmatch(cell) for cell in cells):
+        return "Title: ... Text: ..."
+    if cells and all(WIDE_GAP in cell for cell in cells):
+        sentences = sum(cell.partition(WIDE_GAP)[0].rstrip().endswith((".", "!", "?")) for cell in cells)
+        return "title, three spaces, text" if 2 * sentences <= len(cells) else ""
+    return ""
 
 
 def _title_inside(cell: str, layout: str, where: str) -> tuple[str, str]:
@@ -303,8 +318,7 @@ def _unquoted(cell: str) -> str:
 
 
 def _passage(key: str, title: Any, text: Any, where: str, supporting: bool = False, question: str = "") -> Passage:
-    if isinstance(text, list) and all(isinstance(sentence, str) for sentence in text):
-        text = join_sentences(text)
+    text = join_sentences(text) if isinstance(text, list) and _is_text(text) else text
     title = "" if title is None else title
     if not isinstance(title, str) or not isinstance(text, str) or not text.strip():
         raise DataError(f"{where}: passage {key!r} needs a text and (if any) a title, as strings")
@@ -314,63 +328,3 @@ def _passage(key: str, title: Any, text: Any, where: str, supporting: bool = Fal
 def unnamed(file: Path, number: int) -> str:
     """The id of a record that has none."""
     return f"{file.name.split('.')[0]}:{number}"
-
-
-class _Pieces:
-    """One JSON value of any size, read item by item."""
-
-    def __init__(self, stream: TextIO, file: Path) -> None:
-        self.stream, self.file = stream, file
-        self.text, self.at, self.line = "", 0, 1
-        self.decoder = json.JSONDecoder()
-
-    def items(self, end: str) -> Iterator[str]:
-        """file:line of each item, whose value is then read; up to the closing bracket, behind which nothing may be."""
-        if self.next() != end:
-            while True:
-                self.next()
-                yield f"{self.file}:{self.line + self.text.count(chr(10), 0, self.at)}"
-                if self.next() != ",":
-                    break
-                self.take(",")
-        self.take(end)
-        if self.next():
-            self.fail(f"something follows the closing {end}")
-
-    def next(self) -> str:
-        """The next character that is not white space; empty at the end."""
-        while True:
-            while self.at < len(self.text) and self.text[self.at].isspace():
-                self.at += 1
-            if self.at < len(self.text) or not self.more():
-                return self.text[self.at : self.at + 1]
-
-    def take(self, character: str) -> None:
-        if self.next() != character:
-            self.fail(f"expected {character!r}")
-        self.at += 1
-
-    def value(self) -> Any:
-        self.next()
-        while True:
-            try:
-                value, end = self.decoder.raw_decode(self.text, self.at)
-            except json.JSONDecodeError as error:
-                is_open = error.msg.startswith("Unterminated") or error.pos > len(self.text) - 16
-                if is_open and self.more():
-                    continue
-                self.at = min(error.pos, len(self.text))
-                self.fail(error.msg)
-            self.at = end
-            return value
-
-    def more(self) -> bool:
-        """Read on, twice as much as is waiting; what was used is dropped."""
-        self.line += self.text.count("\n", 0, self.at)
-        rest = self.text[self.at :]
-        chunk = self.stream.read(max(CHUNK, len(rest)))
-        self.text, self.at = rest + chunk, 0
-        return bool(chunk)
-
-    def fail(self, message: str) -> None:
-        raise DataError(f"{self.file}:{self.line + self.text.count(chr(10), 0, self.at)}: not JSON ({message})")

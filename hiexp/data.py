@@ -1,30 +1,32 @@
 """Samples, the files they come from, and the order in which training draws them.
 
-A data file is JSON lines or one JSON list, told apart by content, never by suffix. A dataset that names its
-fields differently needs its names in the key tuples below; one with nested records is converted first
-(`write_samples`).
+A file may be the one that its publisher gives: layouts.py reads the containers, sample_fields.py the records. What is
+written here is JSON lines (`write_samples`).
 """
 
-import difflib
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hiexp import sample_fields as fields
 from hiexp.config import ConfigError
+from hiexp.layouts import DataError, records
+from hiexp.layouts import require_file as require_file  # other modules look for it beside read_samples
+from hiexp.sample_fields import GOLD_KEYS, ID_KEYS, QUESTION_KEYS
 
-QUESTION_KEYS = ("question", "Question", "question_text", "problem")
-GOLD_KEYS = ("answers", "golden_answers", "answer", "Answer", "final_answer", "ground_truth")
-ID_KEYS = ("id", "_id", "question_id", "qid", "idx")
 YES_NO = {"yes", "no", "true", "false"}
+ON_BAD_ROW = ("error", "skip")
 
 
 @dataclass(frozen=True)
@@ -38,29 +40,152 @@ class Sample:
     """what kind of question it is (a dataset's own `type`, or a lab family); tables have a row for each"""
     family_group: str = ""
     """a coarser grouping of families, for example taught and held_back in the lab"""
+    hops: int = 0
+    """as the data set labels it; 0 = not stated"""
+    facts: int = 0
+    """number of supporting facts; 0 = not stated"""
 
 
-class DataError(ConfigError, ValueError):
-    """A record that cannot be used; the message names the file, the line (or list position) and the id."""
+def read_samples(
+    path: str | Path,
+    limit: int = 0,
+    on_bad_row: str = "error",
+    *,
+    aliases: str | Path = "",
+    keep: Callable[[Mapping[str, Any]], bool] = lambda record: True,
+) -> list[Sample]:
+    """The samples of a file in file order, at most `limit` of them (0 = all); any layout that layouts.records reads.
 
+    Golds keep their spelling; numbers become text (142.0 is "142"). Where no row has an id, the id is the 1-based row
+    ("row-17"). A file that repeats its questions k times for Avg@k gives each once; rows marked unanswerable are left
+    out; both with a warning that counts them. `aliases` is 2Wiki's `id_aliases.json`: its names of a row's `answer_id`
+    become golds too. Rows that `keep` refuses do not count as read.
 
-def read_samples(path: str | Path, limit: int = 0) -> list[Sample]:
-    """The samples of a file in file order, at most `limit` of them (0 = all).
-
-    Raises ConfigError for a missing or empty file and DataError for a record without id, question or gold
-    answer, or with an id seen before. Golds keep their spelling; numbers become text (142.0 is "142").
+    Raises ConfigError for a missing or empty file and DataError for a record without question or gold answer, without
+    an id where others have one, or with the id of another question. `on_bad_row="skip"` leaves such rows out and warns
+    with their number and the first of them.
     """
-    samples: list[Sample] = []
-    lines: dict[str, str] = {}
-    for where, record in records(path):
-        sample = _sample(record, where)
-        if sample.id in lines:
-            raise DataError(f"{where}: id {sample.id!r} was already used at {lines[sample.id]}; ids must be unique")
-        lines[sample.id] = where
-        samples.append(sample)
-        if len(samples) == limit:
+    if on_bad_row not in ON_BAD_ROW:
+        raise ConfigError(f"on_bad_row must be one of {', '.join(ON_BAD_ROW)}; got {on_bad_row!r}")
+    reader = _Reader(path, limit, on_bad_row == "skip", read_aliases(aliases) if aliases else {})
+    for where, record in records(path, reader.leave_out):
+        reader.take(where, record, keep)
+        if reader.is_full:
             break
-    return samples
+    return reader.finish()
+
+
+class _Reader:
+    """What read_samples knows of the rows before the one it reads."""
+
+    def __init__(self, path: str | Path, limit: int, skips: bool, aliases: Mapping[str, Sequence[str]]) -> None:
+        self.path, self.limit, self.skips, self.aliases = path, limit, skips, aliases
+        self.samples: list[Sample] = []
+        self.bad: list[DataError] = []
+        self.places: dict[str, tuple[str, Sample]] = {}
+        self.times: Counter[str] = Counter()
+        self.nameless: list[tuple[str, int]] = []
+        self.rows = self.unanswerable = self.aliased = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether `limit` is reached; a file without ids is read whole, since its repeats show only then."""
+        return 0 < self.limit <= len(self.samples) and not self.nameless
+
+    def leave_out(self, error: DataError) -> None:
+        """A row that the container could not give."""
+        self.rows += 1
+        self._leave_out(error)
+
+    def take(self, where: str, record: Mapping[str, Any], keep: Callable[[Mapping[str, Any]], bool]) -> None:
+        self.rows += 1
+        if not keep(record):
+            return
+        if fields.is_unanswerable(record):
+            self.unanswerable += 1
+            return
+        answer_id = str(record.get("answer_id"))
+        try:
+            sample = _sample(record, where, self.aliases.get(answer_id, ()))
+            if sample.id in self.places:
+                self._again(sample, where)
+                return
+        except DataError as error:
+            self._leave_out(error)
+            return
+        if sample.id:
+            self.places[sample.id] = (where, sample)
+            self.times[sample.id] += 1
+        else:
+            self.nameless.append((where, len(self.samples)))
+            sample = replace(sample, id=f"row-{self.rows}")
+        self.aliased += answer_id in self.aliases
+        self.samples.append(sample)
+
+    def _leave_out(self, error: DataError) -> None:
+        if not self.skips:
+            raise error
+        self.bad.append(error)
+
+    def _again(self, sample: Sample, where: str) -> None:
+        there, known = self.places[sample.id]
+        if (sample.question, sample.answers) != (known.question, known.answers):
+            what = "with another question" if sample.question != known.question else "with other answers"
+            raise DataError(f"{where}: id {sample.id!r} was already used at {there} {what}; ids must be unique")
+        self.times[sample.id] += 1
+
+    def finish(self) -> list[Sample]:
+        """The samples, after what is known of the whole file: rows without id, repeats, what was left out."""
+        samples, times = self.samples, set(self.times.values())
+        if self.nameless and len(self.nameless) < len(samples):
+            samples = self._without_nameless()
+        elif self.nameless:
+            samples, k = once_each(samples)
+            times = {k}
+        if times - {1} and samples:
+            often = f"each of {len(samples)} problems stands {max(times)} times"
+            if len(times) > 1:
+                several = sum(n > 1 for n in self.times.values())
+                often = f"{several} of {len(samples)} problems stand up to {max(times)} times"
+            self._warn(f"{often} in the file; each is read once (Avg@k draws its own samples)")
+        if self.unanswerable:
+            self._warn(f"{self.unanswerable} of {self.rows} rows are marked unanswerable and were left out")
+        if self.bad:
+            self._warn(f"{len(self.bad)} rows cannot be used and were left out; the first: {self.bad[0]}")
+        if self.aliases and not self.aliased:
+            self._warn("no row has an answer_id that the alias file knows; the golds are as they were")
+        if not samples:
+            raise DataError(f"{self.path}: none of its rows can be used{f'; {self.bad[0]}' if self.bad else ''}")
+        return samples[: self.limit] if self.limit else samples
+
+    def _without_nameless(self) -> list[Sample]:
+        for where, _ in self.nameless:
+            must = f"one of {', '.join(ID_KEYS)} must hold it"
+            self._leave_out(DataError(f"{where}: no id, which other rows have; {must}"))
+        left_out = {position for _, position in self.nameless}
+        return [sample for position, sample in enumerate(self.samples) if position not in left_out]
+
+    def _warn(self, message: str) -> None:
+        warnings.warn(f"{self.path}: {message}", stacklevel=4)
+
+
+def once_each(samples: Sequence[Sample]) -> tuple[list[Sample], int]:
+    """(the first of each question, k) where every question stands k > 1 times with the same golds; else (all, 1)."""
+    counts = Counter((sample.question, sample.answers) for sample in samples)
+    times = set(counts.values())
+    if len(times) != 1 or times == {1}:
+        return list(samples), 1
+    return list({(sample.question, sample.answers): sample for sample in reversed(samples)}.values())[::-1], times.pop()
+
+
+def read_aliases(path: str | Path) -> dict[str, list[str]]:
+    """2Wiki's `id_aliases.json`: Q_id -> aliases and demonyms, the golds of its scorer beside the answer itself."""
+    found = {}
+    for where, record in records(path):
+        if not isinstance(record.get("Q_id"), str):
+            raise DataError(f"{where}: no Q_id; expected lines of Q_id, aliases, demonyms")
+        found[record["Q_id"]] = fields.listed(record.get("aliases")) + fields.listed(record.get("demonyms"))
+    return found
 
 
 def write_samples(path: str | Path, samples: Iterable[Sample]) -> None:
@@ -70,12 +195,17 @@ def write_samples(path: str | Path, samples: Iterable[Sample]) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with part.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples)
+            file.writelines(json.dumps(_stated(sample), ensure_ascii=False) + "\n" for sample in samples)
         part.replace(target)
     except OSError as error:
         if part.is_file():
             part.unlink()
         raise ConfigError(f"cannot write {target}: {error}; choose a writable folder with space") from error
+
+
+def _stated(sample: Sample) -> dict[str, Any]:
+    """The fields of a sample without counts that are not stated."""
+    return {name: value for name, value in asdict(sample).items() if value != 0}
 
 
 def subset(samples: Sequence[Sample], n: int, seed: int) -> list[Sample]:
@@ -177,103 +307,30 @@ def new_folder(path: str | Path) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def require_file(path: str | Path) -> Path:
-    """The path, if it is a file; else a ConfigError that suggests the nearest name beside it."""
-    file = Path(path)
-    if file.is_file():
-        return file
-    if not str(path):
-        raise ConfigError("a data file is needed, but its path is empty; set it in the configuration")
-    if file.is_dir():
-        raise ConfigError(f"{path} is a folder; name one of the files in it")
-    if not file.parent.is_dir():
-        raise ConfigError(f"no such file: {path} (there is no folder {file.parent})")
-    names = sorted(p.name for p in file.parent.iterdir() if p.is_file())
-    near = difflib.get_close_matches(file.name, names, 1)
-    hint = f"did you mean {file.parent / near[0]}?" if near else f"files in {file.parent}: {', '.join(names[:5])}"
-    raise ConfigError(f"no such file: {path}; {hint}")
-
-
-def records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("file:line", record) of each record; a list's place is its 1-based position."""
-    file = require_file(path)
-    with file.open(encoding="utf-8-sig") as stream:  # some published files start with a byte order mark
+def _sample(record: Mapping[str, Any], where: str, aliases: Sequence[str] = ()) -> Sample:
+    key = fields.id_of(record)
+    name = f"sample {key!r}" if key else "the row"
+    question = fields.question_of(record)
+    if not question:
+        raise DataError(f"{where}: {name} has no question; one of {', '.join(QUESTION_KEYS)} must hold it")
+    answers: list[str] = []
+    for gold in [*fields.golds_of(record), *aliases]:
         try:
-            first = next((line for line in stream if line.strip()), "")
-            if not first:
-                raise ConfigError(f"{path} is empty; expected JSON lines or one JSON list")
-            stream.seek(0)
-            is_list = first.lstrip().startswith("[")
-            source = _list_items(stream.read(), file) if is_list else _line_items(stream, file)
-            count = 0
-            for where, record in source:
-                if not isinstance(record, dict):
-                    raise DataError(f"{where}: expected a JSON object, got {type(record).__name__}")
-                yield where, record
-                count += 1
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
-    if not count:
-        raise ConfigError(f"{path} holds an empty list; expected records")
-
-
-def _line_items(stream: Iterable[str], file: Path) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(stream, 1):
-        if line.strip():
-            try:
-                record = json.loads(line)
-                if "\\ud" in line.casefold():
-                    json.dumps(record, ensure_ascii=False).encode()
-                yield f"{file}:{number}", record
-            except RecursionError:
-                raise DataError(f"{file}:{number}: brackets nested too deeply to be a record; mend the line") from None
-            except UnicodeEncodeError:
-                raise DataError(f"{file}:{number}: holds half of a surrogate pair (\\ud...); mend the line") from None
-            except json.JSONDecodeError as error:
-                raise DataError(f"{file}:{number}: not JSON ({error.msg}, column {error.colno})") from error
-
-
-def _list_items(text: str, file: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        items = json.loads(text)
-    except RecursionError:
-        raise DataError(f"{file}: brackets nested too deeply to be records") from None
-    except json.JSONDecodeError as error:
-        raise DataError(f"{file}:{error.lineno}: not a JSON list ({error.msg}, column {error.colno})") from error
-    for number, item in enumerate(items, 1):
-        yield f"{file}[{number}]", item
-
-
-def _sample(record: dict[str, Any], where: str) -> Sample:
-    key = _text(_first(record, ID_KEYS))
-    if not key:
-        raise DataError(f"{where}: no id; one of {', '.join(ID_KEYS)} must hold it")
-    question = _first(record, QUESTION_KEYS)
-    if not isinstance(question, str) or not question.strip():
-        raise DataError(f"{where}: sample {key!r} has no question; one of {', '.join(QUESTION_KEYS)} must hold it")
-    golds = _as_list(_first(record, GOLD_KEYS)) + _as_list(record.get("answer_aliases"))
-    for gold in golds:
-        if isinstance(gold, (dict, list, bool)):
-            raise DataError(f"{where}: sample {key!r} has a gold answer of type {type(gold).__name__}: {gold!r}")
-    answers = tuple(dict.fromkeys(text for text in map(_text, golds) if text))
+            answers.append(fields.answer_text(gold))
+        except TypeError as error:
+            raise DataError(f"{where}: {name} has {error}: {gold!r}") from None
+    answers = list(dict.fromkeys(filter(None, answers)))
     if not answers:
-        raise DataError(f"{where}: sample {key!r} has no gold answer; one of {', '.join(GOLD_KEYS)} must hold it")
-    family = _text(record.get("family") or record.get("type"))
-    return Sample(key, question.strip(), answers, family, _text(record.get("family_group")))
-
-
-def _first(record: dict[str, Any], keys: Sequence[str]) -> Any:
-    return next((record[key] for key in keys if key in record), None)
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list) else [value]
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return ""
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
+        raise DataError(f"{where}: {name} has no gold answer; one of {', '.join(GOLD_KEYS)} must hold it")
+    return Sample(
+        id=key,
+        question=question,
+        answers=tuple(answers),
+        family=fields.family_of(record),
+        family_group=fields.text_of(record.get("family_group")),
+        hops=fields.hops_of(record),
+        facts=fields.facts_of(record),
+    )
 
 
 def _words(text: str) -> str:

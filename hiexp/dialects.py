@@ -22,7 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hiexp.corpora import contents, parse_contents
+from hiexp.corpora import contents, titled
+from hiexp.raw_text import HALF, mended
 from hiexp.search_types import ScoredDocument
 from hiexp.trajectory import Document
 
@@ -67,7 +68,7 @@ def read_request(path: str, body: Any, limits: Limits) -> Request:
     asked = body[names[0]]
     queries = asked if isinstance(asked, list) else [asked]
     _check_queries(names[0], queries, limits)
-    flag = body.get("return_scores", body.get("return_score"))
+    flag = next((body[name] for name in ("return_scores", "return_score") if body.get(name) is not None), None)
     if flag not in (None, True, False):
         raise RequestError(f"return_scores must be true or false, not {flag!r}")
     return Request(queries, _top_k(body, limits), PATHS[path](body, queries, isinstance(asked, str), bool(flag)))
@@ -79,6 +80,8 @@ def _check_queries(name: str, queries: list[Any], limits: Limits) -> None:
     for query in queries:
         if not isinstance(query, str):
             raise RequestError(f"{name} must hold text, not {type(query).__name__}")
+        if HALF.search(query):
+            raise RequestError(f"{name} holds half of a surrogate pair (\\ud...), which is no text")
         if len(query) > limits.max_characters:
             raise RequestError(f"a query of {len(query)} characters; at most {limits.max_characters} are taken")
 
@@ -199,7 +202,10 @@ def _row(row: Any, scores: list[Any] | None) -> list[ScoredDocument]:
     found: dict[tuple[str, str], ScoredDocument] = {}
     for place, item in enumerate(row):
         one = _passage(item, scores[place] if scores is not None else 1 / (place + 1))
-        found.setdefault((one.document.title, one.document.text), one)
+        if one.document.title or one.document.text:
+            found.setdefault((one.document.title, one.document.text), one)
+    if row and not found:
+        raise SchemaError(f"all {len(row)} results of a query are empty")
     return list(found.values())
 
 
@@ -218,14 +224,12 @@ def _passage(item: Any, score: Any) -> ScoredDocument:
         raise SchemaError(f"a result has the keys {_keys(inner)}; a text in contents, text or content is needed")
     if not _is_number(score):
         raise SchemaError(f"the score of a result is {_kind(score)}, where a number is needed")
-    title, text = inner.get("title"), inner[name]
-    if isinstance(title, str) and name != "contents":
-        document = Document(title.strip(), text.strip())
-    else:
-        document = parse_contents(text)
+    title, text = inner.get("title"), mended(inner[name])
+    title = mended(title).strip() if isinstance(title, str) else None
+    document = titled(title, text) if title is None or name == "contents" else Document(title, text.strip())
     key = next((inner[key] for key in ("id", "_id", "docid", "url") if isinstance(inner.get(key), (str, int))), None)
     made = hashlib.sha256(f"{document.title}\n{document.text}".encode("utf-8", "replace")).hexdigest()[:16]
-    return ScoredDocument(made if key is None else str(key), float(score), document)
+    return ScoredDocument(made if key is None else mended(str(key)), float(score), document)
 
 
 def _is_number(value: Any) -> bool:

@@ -8,15 +8,18 @@ A new encoder is a class with `fingerprint`, `dim` and `encode`, and a line in E
 import hashlib
 import json
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
+import yaml
 from sklearn.feature_extraction.text import HashingVectorizer, TfidfVectorizer
 
 from hiexp.config import ConfigError, lookup
+from hiexp.raw_text import mended
 
 Kind = Literal["query", "passage"]
 WORD = r"(?u)\b\w+\b"  # scikit-learn's default pattern drops words of one character
@@ -35,7 +38,8 @@ PREFIXES: dict[str, dict[str, str]] = {
 OWN = "model"
 """the prefixes that the model's own config_sentence_transformers.json names"""
 E5_PREFIXES = re.compile(r"[\"'`]query: .*[\"'`]passage: ", re.DOTALL)
-E5_NAME = re.compile(r"(?:^|[-_/])e5(?:$|[-_])", re.IGNORECASE)
+E5_NAME = re.compile(r"(?<![a-z0-9])m?e5(?:[-_]?(?:small|base|large|mistral|v\d+))*(?![a-z0-9])", re.IGNORECASE)
+FRONT_MATTER = re.compile(r"\A\ufeff?---\s*\n(.*?)^---\s*$", re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,14 @@ class EncoderConfig:
         lookup({**PREFIXES, OWN: {}}, self.prefix, "encoder.prefix")
         if self.kind != "sentence" and self.prefix != "none":
             raise ConfigError(f"encoder.prefix={self.prefix} is for kind=sentence; set it to none for {self.kind}")
+
+
+class NotFinite(ValueError):
+    """An encoder gave a vector with inf or nan."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__(f"the encoder gave a non-finite vector for text {row}")
+        self.row = row
 
 
 class Encoder(Protocol):
@@ -152,10 +164,11 @@ class SentenceEncoder:
                 "tokens: correct 1_Pooling/config.json there, or set the prefix of the model that it is"
             )
         self.dim = int(self._model.encode(["x"], prompt="", show_progress_bar=False).shape[1])
-        self.fingerprint = f"sentence:{prefix}:{_folder_digest(folder)}"
+        self.fingerprint = f"sentence:{prefix}:{folder_digest(folder)}"
 
     def encode(self, texts: Sequence[str], kind: Kind) -> np.ndarray:
         rows = np.zeros((len(texts), self.dim), np.float32)
+        texts = [mended(text) for text in texts]
         told = [i for i, text in enumerate(texts) if text.strip()]
         if told:
             # prompt="": a prompt named in the model's own files would come on top of our prefix
@@ -181,9 +194,9 @@ def add_prefix(text: str, prefix: str) -> str:
 
 
 def unit_rows(rows: np.ndarray) -> np.ndarray:
-    """Rows scaled to length 1 as float32; zero rows stay zero, a non-finite value raises ValueError."""
+    """Rows scaled to length 1 as float32; zero rows stay zero, a non-finite value raises NotFinite."""
     if not np.isfinite(rows).all():
-        raise ValueError(f"the encoder gave a non-finite vector for text {int(np.argwhere(~np.isfinite(rows))[0][0])}")
+        raise NotFinite(int(np.argwhere(~np.isfinite(rows))[0][0]))
     wide = np.asarray(rows, np.float64)  # a tiny norm would lose its digits in float32
     lengths = np.linalg.norm(wide, axis=1, keepdims=True)
     return (wide / np.where(lengths > 0, lengths, 1.0)).astype(np.float32)
@@ -229,9 +242,23 @@ def _prefixes(folder: Path, prefix: str) -> dict[str, str]:
         if not any(own.values()):
             raise ConfigError(f"encoder.prefix=model, but {folder}/config_sentence_transformers.json names no prompts")
         return own
-    chosen, needed = lookup(PREFIXES, prefix, "encoder.prefix"), _e5_prefix(folder)
-    if needed and prefix != needed:
-        raise ConfigError(f"encoder.path={folder} is an e5 model by its own files; set encoder.prefix={needed}")
+    chosen, names = lookup(PREFIXES, prefix, "encoder.prefix"), _names(folder)
+    if any(E5_NAME.search(name) for name in names):
+        needed = "e5_instruct" if any("instruct" in name.lower() for name in names) else "e5"
+        if prefix != needed:
+            raise ConfigError(f"encoder.path={folder} is an e5 model by its own files; set encoder.prefix={needed}")
+    elif prefix in ("e5", "e5_instruct"):
+        said = f"they name {', '.join(names[:3])}" if names else "they name no model"
+        warnings.warn(
+            f"encoder.prefix={prefix}, but nothing in {folder} says that it is an e5 model ({said}); if it is none, "
+            "set encoder.prefix=none: with a prefix that it was not trained with it finds less",
+            stacklevel=4,
+        )
+    elif E5_PREFIXES.search(_card(folder)) and not any(own.values()):
+        warnings.warn(
+            f'{folder}/README.md speaks of "query: " and "passage: "; if it asks for them, set encoder.prefix=e5',
+            stacklevel=4,
+        )
     if any(own.values()) and own != chosen:
         raise ConfigError(f"encoder.prefix={prefix} is not what {folder} was trained with ({own}); set it to model")
     return chosen
@@ -244,18 +271,29 @@ def _own_prefixes(folder: Path) -> dict[str, str]:
     return {"query": prompts.get("query") or "", "passage": passage}
 
 
-def _e5_prefix(folder: Path) -> str:
-    """The prefix mode that an e5 model needs, told by its model card or configuration; "" for other models.
+def _names(folder: Path) -> list[str]:
+    """What the model and those it was made of are called by its configuration and the head of its model card.
 
-    The folder's name tells nothing: it is whoever copied the model who chose it.
+    The folder's name tells nothing: it is whoever copied the model who chose it. Nor do the card's sentences: they may
+    speak of other models.
     """
+    names = [_json(folder / "config.json").get("_name_or_path")]
+    head = FRONT_MATTER.match(_card(folder))
+    try:
+        facts = yaml.safe_load(head[1]) if head else {}
+    except (yaml.YAMLError, ValueError, RecursionError):
+        facts = {}
+    facts = facts if isinstance(facts, dict) else {}
+    base, index = facts.get("base_model"), facts.get("model-index")
+    names += base if isinstance(base, list) else [base]
+    names += [entry.get("name") for entry in index if isinstance(entry, dict)] if isinstance(index, list) else []
+    names.append(facts.get("model_name"))
+    return [name for name in names if isinstance(name, str) and name]
+
+
+def _card(folder: Path) -> str:
     card = folder / "README.md"
-    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-    names = [str(_json(folder / "config.json").get("_name_or_path") or "")]
-    names += re.findall(r"^\s*-?\s*(?:name|base_model):\s*(\S+)", text, re.MULTILINE)
-    if any(E5_NAME.search(name) for name in names):
-        return "e5_instruct" if any("instruct" in name for name in names) else "e5"
-    return "e5" if E5_PREFIXES.search(text) else ""
+    return card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -266,7 +304,7 @@ def _json(file: Path) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def _folder_digest(folder: Path, edge: int = 1 << 20) -> str:
+def folder_digest(folder: Path, edge: int = 1 << 20) -> str:
     """Hash of names and contents; of a large file its size and both ends (weights have gigabytes)."""
     parts = []
     for file in sorted(folder.rglob("*")):

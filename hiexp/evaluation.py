@@ -1,13 +1,11 @@
-"""From finished trajectories to scores: means with intervals, per family, and the tables and files made of
-them.
+"""From attempts to scores: means with intervals, per family and per number of hops, and the tables made of them.
 
-`evaluate` counts every question once; `describe_setting` is stored with each result, because numbers of
-different corpora, protocols or decodings cannot be compared. Scores are in [0, 1] in JSON and in percent in
-Markdown.
+`summarise` counts every question once; `describe_setting` is stored with each result, because numbers of different
+corpora, protocols or decodings cannot be compared. Scores are in [0, 1] in JSON and in percent in Markdown.
 """
 
 import hashlib
-import json
+import itertools
 import re
 import warnings
 from collections import Counter
@@ -16,64 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hiexp.config import ConfigError, lookup
 from hiexp.data import Sample
+from hiexp.eval_config import Decoding, EvalConfig
 from hiexp.metrics import METRICS, SCORER_VERSION, bootstrap_interval
-from hiexp.rewards import has_answer
+from hiexp.records import Attempt, attempt_of, outcome_of
 from hiexp.tracking import write_json
 from hiexp.trajectory import Trajectory, groups_of
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """How attempts are drawn: temperature 0 is greedy, as in engine.Sampling."""
-
-    name: str
-    temperature: float
-    top_p: float
-    samples: int
-    """attempts at each question"""
-
-
-@dataclass(frozen=True)
-class EvalConfig:
-    """How a model is evaluated."""
-
-    greedy: bool = True
-    """one attempt at each question with the likeliest tokens"""
-    samples_per_question: int = 0
-    """besides, so many attempts drawn with the two settings below"""
-    temperature: float = 1.0
-    """of the sampled attempts"""
-    top_p: float = 0.95
-    """of the sampled attempts"""
-    metrics: tuple[str, ...] = ("em", "f1", "cem", "cem_bound", "cem_tokset")
-    """names from metrics.py"""
-    seed: int = 0
-    """of the samples, and of the draws behind the intervals"""
-
-    def __post_init__(self) -> None:
-        for name in self.metrics:
-            lookup(METRICS, name, "metric")
-        if not self.metrics:
-            raise ConfigError(f"metrics is empty; name some of {', '.join(METRICS)}")
-        if self.samples_per_question < 0 or not (self.greedy or self.samples_per_question):
-            raise ConfigError(
-                f"greedy={self.greedy} with samples_per_question={self.samples_per_question} evaluates nothing; set "
-                "greedy=true or samples_per_question to at least 1"
-            )
-        if not (self.temperature > 0 and 0 < self.top_p <= 1):
-            raise ConfigError(
-                f"need temperature > 0 and 0 < top_p <= 1, got {self.temperature} and {self.top_p}; "
-                "for the likeliest token set greedy=true"
-            )
-
-    @property
-    def decodings(self) -> list[Decoding]:
-        """Greedy first, then sampled, as far as they are asked for."""
-        greedy = [Decoding("greedy", 0.0, 1.0, 1)] if self.greedy else []
-        sampled = Decoding("sampled", self.temperature, self.top_p, self.samples_per_question)
-        return [*greedy, *([sampled] if self.samples_per_question else [])]
 
 
 @dataclass(frozen=True)
@@ -83,25 +29,6 @@ class Interval:
     mean: float
     low: float
     high: float
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One scored trajectory: a line of the per-sample file."""
-
-    id: str
-    member: int
-    family: str
-    family_group: str
-    prediction: str
-    answers: tuple[str, ...]
-    scores: dict[str, float]
-    status: str
-    searches: int
-    answer_words: int
-    tokens: int
-    """everything, the prompt included"""
-    policy_tokens: int
 
 
 @dataclass(frozen=True)
@@ -119,6 +46,16 @@ class Slice:
     policy_tokens: float
     statuses: dict[str, float]
     """fraction of attempts that ended so"""
+    requests: float
+    """times a model was asked, per attempt"""
+    prompt_tokens: float
+    """read by a model, per attempt, over all its requests"""
+    seconds: float
+    """per attempt; 0 = not measured"""
+    cost: float | None
+    """of all attempts together; None where there are no prices"""
+    num_scored: dict[str, int]
+    """attempts that have the score: fewer than num_samples where a judge gave no verdict"""
 
 
 @dataclass(frozen=True)
@@ -126,6 +63,8 @@ class EvalResult:
     overall: Slice
     by_family: dict[str, Slice]
     by_family_group: dict[str, Slice]
+    by_hops: dict[str, Slice]
+    """without the questions whose number is not stated"""
     attempts: tuple[Attempt, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -151,27 +90,38 @@ def evaluate(
             f"{len(groups)} groups of trajectories for {len(samples)} samples; missing, repeated, misplaced: "
             f"{', '.join(sorted(off)[:5]) or 'the order differs'}"
         )
-    attempts = tuple(
-        _attempt(trajectory, sample, cfg) for group, sample in zip(groups, samples, strict=True) for trajectory in group
-    )
-    overall = _slice(attempts, cfg)
-    assert (overall.num_questions, overall.num_samples) == (len(samples), len(trajectories))
-    return EvalResult(overall, _split(attempts, cfg, "family"), _split(attempts, cfg, "family_group"), attempts)
+    attempts = []
+    for group, sample in zip(groups, samples, strict=True):
+        for trajectory in group:
+            outcome = outcome_of(trajectory)
+            attempts.append(attempt_of(outcome, sample, score_answer(outcome.answer, sample.answers, cfg.metrics)))
+    return summarise(attempts, samples, cfg)
+
+
+def score_answer(answer: str, golds: Sequence[str], metrics: Sequence[str]) -> dict[str, float]:
+    """The text metrics of an answer, by name."""
+    return {name: METRICS[name](answer, golds) for name in metrics}
+
+
+def summarise(attempts: Sequence[Attempt], samples: Sequence[Sample], cfg: EvalConfig) -> EvalResult:
+    """Means over the attempts, which come in the order of `samples`, as many for each; ValueError otherwise."""
+    counts = Counter(attempt.id for attempt in attempts)
+    wanted = [sample.id for sample in samples]
+    if set(counts.values()) != {len(attempts) // len(wanted)} or list(counts) != wanted:
+        raise ValueError(f"{len(attempts)} attempts do not stand in the order of {len(wanted)} questions, evenly")
+    by = [_split(attempts, cfg, field) for field in ("family", "family_group", "hops")]
+    return EvalResult(_slice(attempts, cfg), *by, attempts=tuple(attempts))
 
 
 def difference(first: Sequence[Attempt], second: Sequence[Attempt], metric: str, seed: int = 0) -> Interval:
     """How much higher `second` scores, paired by question (tighter than two separate intervals)."""
     before, after = _per_question(first, metric), _per_question(second, metric)
-    if before.keys() != after.keys():
+    if {attempt.id for attempt in first} != {attempt.id for attempt in second}:
         raise ValueError("the two results are of different questions")
-    gains = [after[question] - before[question] for question in before]
+    gains = [after[question] - before[question] for question in before if question in after]
+    if not gains:
+        raise ValueError(f"no question has the score {metric} in both results")
     return Interval(sum(gains) / len(gains), *bootstrap_interval(gains, seed))
-
-
-def read_attempts(path: str | Path) -> list[Attempt]:
-    """The lines of a samples_<arm>.jsonl."""
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
-    return [Attempt(**json.loads(line)) for line in lines]
 
 
 def describe_setting(
@@ -183,6 +133,7 @@ def describe_setting(
     corpus: str,
     encoder: str,
     search: Mapping[str, Any],
+    pipeline: Mapping[str, Any],
     top_k: int,
     samples: Iterable[Sample],
     decoding: Decoding,
@@ -202,6 +153,7 @@ def describe_setting(
         "corpus": corpus,
         "encoder": encoder,
         "search": dict(search),
+        "pipeline": dict(pipeline),
         "top_k": top_k,
         "questions": _hash(f"{s.id}\0{s.question}\0{s.answers}" for s in samples),
         "decoding": {**asdict(decoding), "seed": seed},
@@ -224,62 +176,58 @@ def compare_settings(
 
 
 def write_results(
-    folder: str | Path, results: Mapping[str, EvalResult], settings: Mapping[str, Mapping[str, Any]]
+    folder: str | Path,
+    results: Mapping[str, EvalResult],
+    settings: Mapping[str, Mapping[str, Any]],
+    about: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Write evaluation.json, evaluation.md and samples_<arm>.jsonl; warns when settings of the arms differ."""
+    """Write evaluation.json and evaluation.md; warns when settings of arms that belong side by side differ.
+
+    `about` says what each arm is: benchmark, method, hek, decoding, label, model.
+    """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     arms = list(results)
-    for arm in arms[1:]:
-        for line in compare_settings(settings[arms[0]], settings[arm], ("model", "hek", "decoding")):
-            warnings.warn(f"{arms[0]} and {arm} cannot be compared: {line}", stacklevel=2)
-    whole = {arm: {"setting": dict(settings[arm]), **results[arm].to_json()} for arm in arms}
-    write_json(path / "evaluation.json", whole)
+    for one, arm in itertools.pairwise(arms):
+        if all(about[one].get(key) == about[arm].get(key) for key in ("benchmark", "method")):
+            for line in compare_settings(settings[one], settings[arm], ("model", "hek", "decoding")):
+                warnings.warn(f"{one} and {arm} cannot be compared: {line}", stacklevel=2)
+    whole = {arm: {**about[arm], "setting": dict(settings[arm]), **results[arm].to_json()} for arm in arms}
+    write_json(path / "evaluation.json", {"arms": whole})
     (path / "evaluation.md").write_text(to_markdown(results), encoding="utf-8")
-    for arm, result in results.items():
-        lines = [json.dumps(asdict(attempt), ensure_ascii=False) + "\n" for attempt in result.attempts]
-        name = re.sub(r"[^\w.-]+", "_", arm)
-        (path / f"samples_{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def file_name(arm: str) -> str:
+    """The arm as a part of the names of its files."""
+    return re.sub(r"[^\w.+-]+", "_", arm)
+
+
+def overall_table(results: Mapping[str, EvalResult]) -> str:
+    """A row per arm, over all its questions, in Markdown; percent with 95% intervals."""
+    return _table({arm: {"": result.overall} for arm, result in results.items()})
 
 
 def to_markdown(results: Mapping[str, EvalResult]) -> str:
-    """One table of all questions, then one per family group and per family; percent with 95% intervals."""
-    parts = ["## All questions\n", _table({arm: {"": result.overall} for arm, result in results.items()})]
-    for title, field in (("family group", "by_family_group"), ("family", "by_family")):
+    """The table of all questions, then one per family group, per number of hops and per family."""
+    parts = ["## All questions\n", overall_table(results)]
+    for title, field in (("family group", "by_family_group"), ("hops", "by_hops"), ("family", "by_family")):
         slices = {arm: getattr(result, field) for arm, result in results.items()}
         if any(set(named) - {""} for named in slices.values()):
             parts += [f"\n## By {title}\n", _table(slices)]
     return "\n".join(parts)
 
 
-def _attempt(trajectory: Trajectory, sample: Sample, cfg: EvalConfig) -> Attempt:
-    prediction = trajectory.answer if has_answer(trajectory) else ""
-    return Attempt(
-        id=sample.id,
-        member=trajectory.member,
-        family=sample.family,
-        family_group=sample.family_group,
-        prediction=prediction,
-        answers=sample.answers,
-        scores={name: METRICS[name](prediction, sample.answers) for name in cfg.metrics},
-        status=trajectory.status.value,
-        searches=trajectory.num_searches,
-        answer_words=len(prediction.split()),
-        tokens=trajectory.num_tokens,
-        policy_tokens=trajectory.num_response_tokens,
-    )
-
-
 def _split(attempts: Sequence[Attempt], cfg: EvalConfig, field: str) -> dict[str, Slice]:
-    names = sorted({getattr(attempt, field) for attempt in attempts})
-    return {name: _slice([a for a in attempts if getattr(a, field) == name], cfg) for name in names}
+    names = sorted({getattr(attempt, field) for attempt in attempts} - {0})
+    return {str(name): _slice([a for a in attempts if getattr(a, field) == name], cfg) for name in names}
 
 
 def _slice(attempts: Sequence[Attempt], cfg: EvalConfig) -> Slice:
     scores = {}
-    for name in cfg.metrics:
+    for name in dict.fromkeys(name for attempt in attempts for name in attempt.scores):
         values = list(_per_question(attempts, name).values())
         scores[name] = Interval(sum(values) / len(values), *bootstrap_interval(values, cfg.seed))
+    costs = [attempt.cost for attempt in attempts if attempt.cost is not None]
     statuses = Counter(attempt.status for attempt in attempts)
     return Slice(
         num_questions=len({attempt.id for attempt in attempts}),
@@ -291,6 +239,11 @@ def _slice(attempts: Sequence[Attempt], cfg: EvalConfig) -> Slice:
         tokens=_mean(attempts, lambda a: a.tokens),
         policy_tokens=_mean(attempts, lambda a: a.policy_tokens),
         statuses={status: count / len(attempts) for status, count in sorted(statuses.items())},
+        requests=_mean(attempts, lambda a: a.requests),
+        prompt_tokens=_mean(attempts, lambda a: a.prompt_tokens),
+        seconds=_mean(attempts, lambda a: a.seconds),
+        cost=sum(costs) if costs else None,
+        num_scored={name: sum(name in attempt.scores for attempt in attempts) for name in scores},
     )
 
 
@@ -298,7 +251,8 @@ def _per_question(attempts: Sequence[Attempt], metric: str) -> dict[str, float]:
     """Mean over the samples of each question: questions, not samples, are independent."""
     values: dict[str, list[float]] = {}
     for attempt in attempts:
-        values.setdefault(attempt.id, []).append(attempt.scores[metric])
+        if metric in attempt.scores:  # a judge may have failed to give a verdict
+            values.setdefault(attempt.id, []).append(attempt.scores[metric])
     return {question: sum(scores) / len(scores) for question, scores in values.items()}
 
 

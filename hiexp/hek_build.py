@@ -28,6 +28,7 @@ from hiexp.hek_prompts import PROMPTS, ReflectionPrompts, parse_reply
 from hiexp.hek_report import BuildReport, LevelReport
 from hiexp.journal import Journal, digest
 from hiexp.reflector import Reflector, Request
+from hiexp.reply_parser import parse_experience
 from hiexp.success import Judge, is_success
 from hiexp.trajectory import Status, Trajectory
 
@@ -40,6 +41,7 @@ __all__ = [
     "build_hek",
     "cluster",
     "is_success",
+    "parse_experience",
     "parse_reply",
 ]
 

@@ -28,7 +28,7 @@ from hiexp.hek import HEK
 from hiexp.hek_build import MAX_MEMBERS, PROMPTS, Pair, contrastive_pairs, judge_by_answer, reflection_wordings
 from hiexp.journal import Journal, KeptEncoder, digest
 from hiexp.model import load_tokenizer
-from hiexp.protocols import PROTOCOLS
+from hiexp.protocols import open_protocol
 from hiexp.reflector import EngineWriter, Reflector, Writer
 from hiexp.search import SearchConfig, open_search
 from hiexp.success import Judge
@@ -103,7 +103,7 @@ def open_parts(cfg: Config, logs: Logs | None) -> Agent:
         torch.set_num_threads(cfg.threads)
     tokenizer = load_tokenizer(cfg.model.path) if cfg.model.path else Bytes()
     no_search = open_search(SearchConfig(backend="none"))
-    return Agent(cfg.rollout, tokenizer, PROTOCOLS[cfg.rollout.protocol], no_search, None, HEK.empty())
+    return Agent(cfg.rollout, tokenizer, open_protocol(cfg.rollout), no_search, None, HEK.empty())
 
 
 @dataclass(frozen=True)

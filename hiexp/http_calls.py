@@ -29,6 +29,10 @@ class Refused(ConfigError):
     """The service says no, and would say so again."""
 
 
+class Unsure(Failed):
+    """The service may have done, and charged for, what was asked; no answer says so."""
+
+
 class Caller:
     """Runs coroutines for threads that wait for them; connections stay open between calls."""
 
@@ -57,7 +61,7 @@ class Caller:
             return self._loop
 
     async def post(self, url: str, body: Any, headers: Mapping[str, str], timeout: float) -> Any:
-        """What the JSON answer holds, `timeout` seconds being enough for all of it. Failed or Refused."""
+        """What the JSON answer holds, `timeout` seconds being enough for all of it. Failed, Unsure or Refused."""
         if not self._clients:  # made in the loop that will use it
             limits = httpx2.Limits(max_connections=self._connections, max_keepalive_connections=self._connections)
             self._clients.append(httpx2.AsyncClient(limits=limits, timeout=None, trust_env=self._use_proxy))
@@ -71,15 +75,16 @@ class Caller:
                 finally:
                     await response.aclose()
         except TimeoutError:
-            raise Failed(f"no answer within {timeout:g} s") from None
+            raise Unsure(f"no answer within {timeout:g} s") from None
         except (httpx2.HTTPError, OSError) as error:
-            raise Failed(redact(f"{type(error).__name__}: {error}".rstrip(": "))) from None
+            kind = Failed if isinstance(error, (httpx2.ConnectError, httpx2.ConnectTimeout)) else Unsure
+            raise kind(redact(f"{type(error).__name__}: {error}".rstrip(": "))) from None
         if response.status_code != 200:
             raise _judge(response.status_code, response.headers.get("Retry-After"), data)
         try:
             return json.loads(data)
         except (ValueError, RecursionError):
-            raise Failed(f"the answer is no JSON: {data[:40]!r}") from None
+            raise Unsure(f"the answer is no JSON: {data[:40]!r}") from None
 
 
 def _turn(loop: asyncio.AbstractEventLoop) -> None:
@@ -125,7 +130,7 @@ async def _read_all(response: httpx2.Response) -> bytes:
         parts.append(part)
         size += len(part)
         if size > MOST_BYTES:
-            raise Failed(f"an answer of more than {MOST_BYTES >> 20} MiB")
+            raise Unsure(f"an answer of more than {MOST_BYTES >> 20} MiB")
     return b"".join(parts)
 
 

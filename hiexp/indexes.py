@@ -7,7 +7,8 @@
     vectors/                                      while encoding: finished shards, so that a crash costs one of them
 
 `build_index` goes on where it was interrupted and then writes the same bytes. `open_index` refuses what was cut off,
-another encoder (which includes its prefixes) and another corpus.
+another encoder (which includes its prefixes) and another corpus. Files of passages are known by name, size and time of
+change; where those differ, by what is in them.
 """
 
 import fcntl
@@ -21,11 +22,11 @@ from typing import Any
 
 from hiexp.config import ConfigError
 from hiexp.encoder import Encoder
-from hiexp.passages import Passages, PassageStore, corpus_digest, read_corpus, write_store
+from hiexp.passages import Passages, PassageStore, Tally, stream_corpus, write_store
 from hiexp.rankers import BM25Ranker, DenseRanker, HybridRanker, Ranker, on_gpus, searched_text, set_breadth
 from hiexp.search_types import PARTS, IndexConfig, SearchConfig
 from hiexp.tracking import progress
-from hiexp.vectors import build_vectors
+from hiexp.vectors import build_vectors, layout_of
 
 FORMAT = 1
 
@@ -41,6 +42,7 @@ def build_index(cfg: IndexConfig, encoder: Encoder | None = None, wait: bool = F
         raise ConfigError(f"backend={cfg.backend} needs an encoder; set encoder.path, or backend=bm25")
     folder = Path(cfg.out)
     try:
+        _check_folder(folder)
         with _claimed(folder, wait):
             manifest = _passages_part(folder, cfg)
             store = PassageStore(folder)
@@ -48,7 +50,7 @@ def build_index(cfg: IndexConfig, encoder: Encoder | None = None, wait: bool = F
                 manifest = _add_part(folder, manifest, "bm25", _bm25_part(folder, store))
             if "dense" in PARTS[cfg.backend]:
                 if "dense" in manifest:
-                    _same_vectors(folder, manifest["dense"], cfg, encoder)
+                    _same_vectors(folder, manifest["dense"], len(store), cfg, encoder)
                 else:
                     manifest = _add_part(folder, manifest, "dense", _dense_part(folder, manifest, store, cfg, encoder))
                 shutil.rmtree(folder / "vectors", ignore_errors=True)
@@ -61,10 +63,11 @@ def open_index(cfg: SearchConfig, encoder: Encoder | None) -> tuple[Passages, Ra
     """Passages of cfg.index and what ranks them; ConfigError for what is missing, cut off, or of something else."""
     folder = Path(cfg.index)
     manifest, remedy = read_manifest(folder), f"remove {folder} or set search.index to another folder"
-    if cfg.corpus and manifest["sources"] != _sources(cfg.corpus):
-        now = corpus_digest(document for _, document in read_corpus(cfg.corpus, manifest["words"]))
-        if manifest["corpus"] != now:
-            raise ConfigError(f"{folder}/manifest.json: corpus is {manifest['corpus']}, now {now}; {remedy}")
+    if cfg.corpus and (now := _other_corpus(manifest, cfg.corpus)):
+        raise ConfigError(f"{folder}/manifest.json: corpus is {manifest['corpus']}, now {now}; {remedy}")
+    store = PassageStore(folder)
+    if len(store) != manifest["passages"]:
+        raise ConfigError(f"{folder} holds {len(store)} passages, not {manifest['passages']}: not whole; {remedy}")
     rankers: list[Ranker] = []
     for name in PARTS[cfg.backend]:
         part = manifest.get(name)
@@ -73,9 +76,16 @@ def open_index(cfg: SearchConfig, encoder: Encoder | None) -> tuple[Passages, Ra
                 f"{folder} has no {name} part; run `python -m hiexp.search index out={folder} backend={cfg.backend}` "
                 "with the settings that it was begun with"
             )
-        _check_sizes(folder, part["files"], remedy)
-        rankers.append(_bm25(folder, cfg, remedy) if name == "bm25" else _dense(folder, part, cfg, encoder, remedy))
-    return PassageStore(folder), rankers[0] if len(rankers) == 1 else HybridRanker(rankers)
+        try:
+            _check_sizes(folder, part["files"], remedy)
+            ranker = _bm25(folder, cfg, remedy) if name == "bm25" else _dense(folder, part, cfg, encoder, remedy)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{folder}/manifest.json: its part {name} is damaged ({error}); {remedy}") from error
+        if isinstance(ranker, DenseRanker) and ranker.index.ntotal != len(store):
+            told = f"{ranker.index.ntotal} vectors for {len(store)} passages"
+            raise ConfigError(f"{folder}/index.faiss has {told}: not whole; {remedy}")
+        rankers.append(ranker)
+    return store, rankers[0] if len(rankers) == 1 else HybridRanker(rankers)
 
 
 def is_begun(folder: str | Path) -> bool:
@@ -93,11 +103,17 @@ def is_whole(folder: str | Path, backend: str) -> bool:
 def read_manifest(folder: str | Path) -> dict[str, Any]:
     """What the index is; ConfigError where it is not whole."""
     file = Path(folder) / "manifest.json"
+    if not file.is_file():  # not ours: nothing of it may be removed on our word
+        found = "it is a file" if Path(folder).is_file() else "no manifest.json in it"
+        raise ConfigError(
+            f"{folder} is not a search index ({found}); set search.index to the folder of one or, with search.corpus, "
+            "to a new folder"
+        )
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
             raise ValueError(f"format {manifest['format']}, expected {FORMAT}")
-        _ = manifest["corpus"], manifest["sources"], manifest["words"]
+        _ = manifest["corpus"], manifest["sources"], manifest["words"], manifest["passages"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else error
         raise ConfigError(
@@ -137,22 +153,19 @@ def _dense(folder: Path, part: dict[str, Any], cfg: SearchConfig, encoder: Encod
 def _passages_part(folder: Path, cfg: IndexConfig) -> dict[str, Any]:
     """The manifest of a folder with its passages; they are written where they are not there yet."""
     if not (folder / "manifest.json").is_file():
-        known = {"lock", "passages.jsonl", "offsets.npy", "repeated.jsonl"}
-        foreign = {path.name.removesuffix(".part") for path in folder.iterdir()} - known
-        if foreign:
-            raise ConfigError(f"{folder} holds other files ({sorted(foreign)[0]}); remove it or choose another out=...")
+        _check_folder(folder)
         sources = _sources(cfg.corpus)
         with progress(label="read passages", unit="passage") as bar:
             tally = write_store(folder, cfg.corpus, cfg.words, bar.update)
         counts = {"corpus": tally.corpus, "words": cfg.words, **tally.counts(), "sources": sources}
         return _write_manifest(folder, {"format": FORMAT, **counts})
     manifest = read_manifest(folder)
-    if cfg.corpus and manifest["sources"] != _sources(cfg.corpus):
+    if manifest["words"] != cfg.words:
+        raise ConfigError(f"{folder} was made with words={manifest['words']}, now {cfg.words}; choose another out=...")
+    if cfg.corpus and _other_corpus(manifest, cfg.corpus):
         raise ConfigError(
             f"{folder} was made of other files, or they have changed; remove it or choose another out=..."
         )
-    if manifest["words"] != cfg.words:
-        raise ConfigError(f"{folder} was made with words={manifest['words']}, now {cfg.words}; choose another out=...")
     return manifest
 
 
@@ -173,14 +186,22 @@ def _dense_part(
     return facts | {"files": _sizes(folder, "index.faiss")}
 
 
-def _same_vectors(folder: Path, part: dict[str, Any], cfg: IndexConfig, encoder: Encoder | None) -> None:
-    now = {"kind": cfg.kind, "storage": cfg.storage} | ({"encoder": encoder.fingerprint} if encoder else {})
+def _same_vectors(folder: Path, part: dict[str, Any], count: int, cfg: IndexConfig, encoder: Encoder | None) -> None:
+    """ConfigError where the settings ask for other vectors than there are."""
+    now: dict[str, Any] = {"kind": cfg.kind, "storage": cfg.storage}
+    now |= {"encoder": encoder.fingerprint} if encoder else {}
+    if cfg.kind == part["kind"]:
+        now |= layout_of(cfg, part["dimension"], count)
+    # 0 leaves a number to the program, which may choose another one in another version
+    open_ = {name for name in ("lists", "neighbours", "pq_bytes", "breadth") if not getattr(cfg, name)}
     for name, value in now.items():
-        if part[name] != value:
-            raise ConfigError(
-                f"{folder} has vectors with {name}={part[name]}, now {value}; choose another out=..."
-                + (f", with vectors_from={folder}" if name != "encoder" and part["kind"] == "flat" else "")
-            )
+        if name not in open_ and part.get(name, value) != value:
+            told = f"{folder} has vectors with {name}={part[name]}, now {value}; choose another out=..."
+            if name == "breadth":
+                told += ", or leave it and set search.breadth where it is searched"
+            elif name != "encoder" and part["kind"] == "flat":
+                told += f", with vectors_from={folder}"
+            raise ConfigError(told)
 
 
 def _add_part(folder: Path, manifest: dict[str, Any], name: str, part: dict[str, Any]) -> dict[str, Any]:
@@ -201,12 +222,36 @@ def _write_manifest(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 def _claimed(folder: Path, wait: bool) -> Iterator[None]:
     """The folder for this process alone."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
+    with (folder / "lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(f"another process is writing {folder}; wait for it, or choose another out=...") from error
         yield
+
+
+def _check_folder(folder: Path) -> None:
+    """ConfigError for a folder that holds anything but an index, begun or finished; it is left as it is."""
+    if folder.is_file():
+        raise ConfigError(f"{folder} is a file, not the folder of an index; choose another folder")
+    if not folder.is_dir() or (folder / "manifest.json").is_file():
+        return
+    known = {"lock", "passages.jsonl", "offsets.npy", "repeated.jsonl", "manifest.json.new"}
+    names = {path.name.removesuffix(".part") for path in folder.iterdir()}
+    is_theirs = (folder / "lock").is_dir() or ((folder / "lock").is_file() and (folder / "lock").stat().st_size)
+    foreign = names - known | ({"lock"} if is_theirs else set())
+    if foreign:
+        raise ConfigError(f"{folder} holds other files ({sorted(foreign)[0]}); choose another out=...")
+
+
+def _other_corpus(manifest: dict[str, Any], paths: Sequence[str]) -> str:
+    """The hash of the files' passages where it is not the manifest's; empty where they are the same."""
+    if manifest["sources"] == _sources(paths):
+        return ""
+    tally = Tally()
+    for _ in stream_corpus(paths, manifest["words"], tally):
+        pass
+    return "" if tally.corpus == manifest["corpus"] else tally.corpus
 
 
 def _sources(paths: Sequence[str]) -> list[list[Any]]:

@@ -19,8 +19,9 @@ from typing import Any
 from hiexp.assemble import Config
 from hiexp.config import ConfigError, load
 from hiexp.data import read_samples
-from hiexp.evaluation import difference, read_attempts
+from hiexp.evaluation import difference
 from hiexp.model import load_tokenizer
+from hiexp.records import read_attempts
 from hiexp.report import write_report
 from hiexp.run_panel import stability_panel, step_cost
 from hiexp.tracking import finish_run, read_metrics, read_trajectories, write_json
@@ -210,7 +211,7 @@ def _scores_of_arm(evaluation: dict[str, Any]) -> dict[str, Any]:
     """{"hek_off": {em_sampled, em_greedy, f1, cem, by_family_group}, "hek_on": ...} with intervals."""
     arm: dict[str, Any] = {}
     for store in ("hek_off", "hek_on"):
-        sampled, greedy = evaluation[f"{store}_sampled"], evaluation[f"{store}_greedy"]
+        sampled, greedy = evaluation["arms"][f"{store}_sampled"], evaluation["arms"][f"{store}_greedy"]
         groups = {
             group: _scores(sampled["by_family_group"][group], greedy["by_family_group"][group])
             for group in sampled["by_family_group"]

@@ -1,25 +1,46 @@
 """Answer metrics: a prediction and every gold answer in, a score in [0, 1] out. Pure functions, no torch.
 
 A new metric is a function `(prediction, answers) -> float` and one line of METRICS;
-configurations name it by its key. Dates and number words get no special treatment: deleting punctuation makes
-"2.50" equal "250".
+configurations name it by its key. What any input gives, for all metrics alike:
+
+    prediction   a blank one (or None) scores 0, whatever the golds are
+    golds        at least one text or number, else ValueError; each metric is its own maximum over them
+    a gold that normalises to nothing ("a", "!!!") must equal the prediction as lower-cased text
+    anything else, control characters and a megabyte of braces included: a score, and no exception
+
+Dates and number words get no special treatment: deleting punctuation makes "2.50" equal "250". R1-Searcher's own
+scorer differs: it turns punctuation (quotation marks beyond ASCII too) and underscores into spaces, so that "U.S." is
+two tokens there and one here, and it reads true and false as yes and no; its published predictions score up to 0.8
+points higher with it.
 """
 
+import json
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
-SCORER_VERSION = "1"
+from hiexp.config import lookup
+from hiexp.math_check import check_all, math_equal
+from hiexp.notation import boxes, last_boxed
+
+__all__ = ["METRICS", "boxes", "explain", "last_boxed", "normalise", "parse_judge_score"]
+
+SCORER_VERSION = "2"
 """Stored with every result; raise it when a change here can change a score."""
+
+BEST_VERDICT = 5
+"""A judge grades from 0 to this."""
 
 _DELETE_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _CLOSED_ANSWERS = {"yes", "no", "noanswer"}
-_BOXED = re.compile(r"\\boxed\s*\{")
-_TEXT = re.compile(r"\\text(?:bf|it|rm)?\s*\{([^{}]*)\}")
+_MOST_KEPT = 1000
+"""characters of a text whose normal form is kept: six metrics want that of one prediction"""
 
 
 def normalise(text: str) -> str:
@@ -27,8 +48,15 @@ def normalise(text: str) -> str:
 
     The common normaliser of the SQuAD, HotpotQA, 2WikiMultihopQA and MuSiQue scorers.
     """
+    return _kept_normal_form(text) if len(text) <= _MOST_KEPT else _normal_form(text)
+
+
+def _normal_form(text: str) -> str:
     text = text.lower().translate(_DELETE_PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", text).split())
+
+
+_kept_normal_form = lru_cache(maxsize=1 << 14)(_normal_form)
 
 
 def exact_match(prediction: str, answers: Sequence[str]) -> float:
@@ -64,6 +92,63 @@ def cover_match_token_set(prediction: str, answers: Sequence[str]) -> float:
     return _best(prediction, answers, lambda p, a: float(set(a.split()) <= set(p.split())))
 
 
+def math_correct(prediction: str, answers: Sequence[str]) -> float:
+    r"""1 when math-verify finds an answer equal to the last complete box of the prediction, or to all of one that has
+    none (math_check.py). ConfigError where the package is missing."""
+    golds = _texts(answers)
+    return float(bool((prediction or "").strip()) and math_equal(prediction, golds))
+
+
+def explain(metric: str, prediction: str, golds: Sequence[str]) -> str:
+    """One line on why `METRICS[metric]` gives what it gives: the score, what was compared, and the rule that acted."""
+    score, answers = lookup(METRICS, metric, "metric")(prediction, golds), _texts(golds)
+    told = f"{score:.2f}".rstrip("0").rstrip(".")
+    if not (prediction or "").strip():
+        return f"{told}: no answer"
+    if metric == "math":
+        verdict = check_all([(prediction, answers)])[0]
+        doubt = "" if verdict.second == verdict.correct else ", though a comparison of notation says otherwise"
+        boxed = last_boxed(prediction)
+        what = _cut(prediction.strip() if boxed is None else boxed)
+        if verdict.reason:
+            return f"{told}: {what} could not be compared ({verdict.reason}){doubt}"
+        return f"{told}: {what} {'equals' if score else 'is not'} {_cut(' | '.join(answers))} by math-verify{doubt}"
+    gold = max(answers, key=lambda answer: METRICS[metric](prediction, [answer]))
+    predicted, wanted = normalise(prediction), normalise(gold)
+    if not wanted:
+        return f"{told}: gold {_cut(gold)} normalises to nothing, so it was compared with {_cut(prediction)} as text"
+    if metric == "f1" and predicted != wanted and {predicted, wanted} & _CLOSED_ANSWERS:
+        return f"{told}: {_cut(predicted)} is not {_cut(wanted)}, and yes or no are given no part of a score"
+    rule = {
+        "em": "equals" if score else "is not",
+        "cem": "covers" if score else "does not cover",
+        "cem_bound": "covers, word by word," if score else "does not hold, word by word,",
+        "cem_tokens": "has all words of" if score else "lacks a word of",
+    }
+    shared = sum((Counter(predicted.split()) & Counter(wanted.split())).values())
+    return f"{told}: {_cut(predicted)} {rule.get(metric, f'shares {shared} words with')} {_cut(wanted)}"
+
+
+def parse_judge_score(reply: str) -> float | None:
+    """The 0-5 score in a judge's reply, or None where there is none that can be trusted. Never raises.
+
+    Only a labelled number counts (score, rating or grade, also as a JSON field, in bold, with /5 or "out of 5"), or a
+    reply that is a number and nothing else; the last one in the reply decides, also if it is out of range or on another
+    scale (4/10, 80%, 3-4), which is None. What stands in <think> or in double quotes is not the verdict: a judge may
+    quote a response that claims a score of its own.
+    """
+    text = _without_thinking(reply or "").strip()[-_MOST_OF_A_REPLY:]
+    if bare := _VALUE.fullmatch(text.strip("*_`#. \n")):
+        return _on_scale(bare)
+    anchors: list[tuple[int, float | None]] = []
+    for start, end, value in _json_objects(text):
+        anchors += [(start, score) for score in _json_scores(value)]
+        text = text[:start] + " " * (end - start) + text[end:]
+    text = _QUOTED.sub(lambda quote: " " * len(quote[0]), text)
+    anchors += [(label.start(), _on_scale(label)) for label in _ANCHOR.finditer(text)]
+    return max(anchors, key=lambda anchor: anchor[0])[1] if anchors else None
+
+
 def bootstrap_interval(values: Sequence[float], seed: int, n: int = 1000) -> tuple[float, float]:
     """95% percentile interval of the mean, by drawing questions with replacement.
 
@@ -82,22 +167,6 @@ def bootstrap_interval(values: Sequence[float], seed: int, n: int = 1000) -> tup
     return float(low), float(high)
 
 
-def boxes(text: str) -> list[tuple[int, str]]:
-    r"""Every complete `\boxed{...}`, in order: where it ends, and its content with `\text{}` unwrapped.
-
-    Braces are counted, so an answer may hold braces; a box that a length limit cut off is no answer at all.
-    """
-    found = []
-    for match in _BOXED.finditer(text):
-        end = _closing_brace(text, match.end())
-        if end is not None:
-            content, changed = text[match.end() : end], 1
-            while changed:
-                content, changed = _TEXT.subn(r"\1", content)
-            found.append((end + 1, content.strip()))
-    return sorted(found)
-
-
 def _best(prediction: str, answers: Sequence[str], compare: Callable[[str, str], float]) -> float:
     """Maximum over the answers of `compare(normalised prediction, normalised answer)`; an empty prediction
     scores 0.
@@ -105,16 +174,23 @@ def _best(prediction: str, answers: Sequence[str], compare: Callable[[str, str],
     An answer that normalises to nothing (the option letter "A") would be a substring of everything and equal
     to an empty prediction; there the lower-cased, stripped strings must be equal instead.
     """
-    if isinstance(answers, str) or not answers:
-        raise ValueError(f"answers must be a non-empty sequence of strings, got {answers!r}")
-    if not prediction.strip():
+    golds = _texts(answers)
+    if not (prediction or "").strip():
         return 0.0
     predicted, scores = normalise(prediction), []
-    for answer in answers:
+    for answer in golds:
         gold = normalise(answer)
         same_text = prediction.lower().strip() == answer.lower().strip()
         scores.append(compare(predicted, gold) if gold else float(same_text))
     return max(scores)
+
+
+def _texts(answers: Sequence[str]) -> list[str]:
+    """The gold answers; numbers as data files hold them become texts."""
+    is_known = not isinstance(answers, str) and answers and all(isinstance(a, (str, int, float)) for a in answers)
+    if not is_known:
+        raise ValueError(f"answers must be a non-empty sequence of strings, got {answers!r}")
+    return [str(answer) for answer in answers]
 
 
 def _overlap(prediction: str, answer: str) -> float:
@@ -126,27 +202,80 @@ def _overlap(prediction: str, answer: str) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-def _closing_brace(text: str, start: int) -> int | None:
-    """Index of the brace that closes the one before `start`; escaped braces do not count."""
-    depth, i = 1, start
-    while i < len(text):
-        if text[i] == "\\":
-            i += 1
-        elif text[i] == "{":
-            depth += 1
-        elif text[i] == "}":
-            depth -= 1
-            if depth == 0:
-                return i
-        i += 1
-    return None
+def _cut(text: str, most: int = 60) -> str:
+    text = " ".join(text.split())
+    return repr(text if len(text) <= most else text[: most - 3] + "...")
 
+
+def _without_thinking(text: str) -> str:
+    """`text` but for <think>...</think>; one that never closes hides the rest, one that never opened all before it."""
+    kept, depth, position = "", 0, 0
+    for tag in _THINKING.finditer(text):
+        if not tag[1]:
+            kept += text[position : tag.start()] if depth == 0 else ""
+            depth += 1
+        elif depth:
+            depth -= 1
+        else:
+            kept = ""
+        position = tag.end()
+    return kept + (text[position:] if depth == 0 else "")
+
+
+def _json_objects(text: str) -> Iterator[tuple[int, int, Any]]:
+    """(start, end, value) of every outermost JSON object."""
+    decoder, position = json.JSONDecoder(), 0
+    while (start := text.find("{", position)) >= 0:
+        try:
+            value, position = decoder.raw_decode(text, start)
+            yield start, position, value
+        except (ValueError, RecursionError):
+            position = start + 1
+
+
+def _json_scores(value: Any) -> Iterator[float | None]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if key.strip().lower() not in ("score", "rating", "grade"):
+                yield from _json_scores(item)
+            elif isinstance(item, str):
+                found = _VALUE.fullmatch(item.strip())
+                yield _on_scale(found) if found else None
+            else:
+                is_score = isinstance(item, (int, float)) and not isinstance(item, bool) and 0 <= item <= BEST_VERDICT
+                yield float(item) if is_score else None
+
+
+def _on_scale(found: re.Match[str]) -> float | None:
+    value, scale, more = float(found["value"]), found["scale"], found["more"]
+    fits = 0 <= value <= BEST_VERDICT and not more and (scale is None or float(scale) == BEST_VERDICT)
+    return abs(value) if fits else None
+
+
+_MOST_OF_A_REPLY = 20_000
+"""characters, from the end"""
+_THINKING = re.compile(r"<(/?)think(?:ing)?>", re.IGNORECASE)
+_QUOTED = re.compile(
+    r'"(?=[^"\n]*[A-Za-z])(?:[^"\\\n]|\\.)*+(?:"(?!\s*:)|$)|\u201c[^\u201d\n]{0,400}\u201d', re.MULTILINE
+)
+_NUMBER = r"""
+(?P<value>[-+]?[0-9]{1,9}(?:\.[0-9]{1,9})?)
+(?:[*_`"'\])\ ]{0,6}(?:/|\bout\ of\b|\bof\b)[*_`"'\[(\ ]{0,6}(?P<scale>[0-9]{1,9}(?:\.[0-9]{1,9})?))?
+(?P<more>[ ]?%|[ ]?[-\u2013\u2014/][ ]?[0-9]|[ ](?:to|or)[ ][0-9]|[.,][0-9]|\w)?
+"""
+_VALUE = re.compile(_NUMBER, re.VERBOSE)
+_ANCHOR = re.compile(
+    r"""(?<![A-Za-z])(?:score|rating|grade)["'*_`\s]{0,6}(?:\([^()\n]{0,40}\))?["'*_`\s]{0,6}"""
+    rf"""(?:[:=\uff1a]|\bis\b|\bof\b)["'*_`\s\[(]{{0,8}}{_NUMBER}""",
+    re.VERBOSE | re.IGNORECASE,
+)
 
 METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {
     "em": exact_match,
     "f1": token_f1,
     "f1_musique": token_f1_musique,
     "cem": cover_match,
+    "cem_tokens": cover_match_token_set,
     "cem_bound": cover_match_words,
-    "cem_tokset": cover_match_token_set,
+    "math": math_correct,
 }

@@ -10,22 +10,36 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 
 from hiexp.passages import sentence_ends
+from hiexp.raw_text import mended
 from hiexp.trajectory import Document
 
-_HIDDEN = "\\u00ad\\u061c\\u180e\\u200b-\\u200f\\u202a-\\u202e\\u2060-\\u2064\\ufeff"  # characters that nobody sees
-_GAP = f"[\\s{_HIDDEN}]*+"  # possessive, so that no text makes a search slow
-_LESS, _MORE, _BAR = "<\\uff1c\\ufe64", ">\\uff1e\\ufe65", "|\\uff5c"  # wide forms, which some vocabularies fold
-_NAME = f"[A-Za-z_][\\w:.\\-\\u2581{_HIDDEN}]*+"
-_INSIDE = f"[^{_LESS}{_MORE}]"
-_OPENING = re.compile(f"[{_LESS}]([{_HIDDEN}]*+[{_BAR}])")
-_CLOSING = re.compile(f"([{_BAR}][{_HIDDEN}]*+)[{_MORE}]")
-_TAG = re.compile(
-    f"[{_LESS}]({_GAP}/?{_GAP}{_NAME}{_GAP}/?{_GAP})[{_MORE}]"
-    f"|[{_LESS}](/?{_NAME}[\\s/]{_INSIDE}{{0,300}}+)[{_MORE}]"  # with attributes: no space before the name, as in a < b
+# characters that nobody sees: controls, formats, fillers, variation selectors, and marks that sit on a letter
+_HIDDEN = (
+    "\\x00-\\x08\\x0e-\\x1b\\x7f-\\x84\\x86-\\x9f\\u00ad\\u0300-\\u036f\\u0600-\\u0605\\u061c\\u06dd\\u070f\\u0890\\u0891"
+    "\\u08e2\\u115f\\u1160\\u17b4\\u17b5\\u180b-\\u180f\\u1ab0-\\u1aff\\u1dc0-\\u1dff\\u200b-\\u200f\\u202a-\\u202e"
+    "\\u2060-\\u206f\\u20d0-\\u20ff\\u2800\\u3164\\ufe00-\\ufe0f\\ufe20-\\ufe2f\\ufeff\\uffa0\\ufff0-\\ufffb\\U000110bd"
+    "\\U000110cd\\U00013430-\\U0001345f\\U0001bca0-\\U0001bca3\\U0001d173-\\U0001d17a\\U000e0000-\\U000e0fff"
 )
-_UNCLOSED = re.compile(f"[{_LESS}]({_GAP}/?{_GAP}{_NAME}{_GAP}/?{_GAP})\\Z")
+# possessive, all of them, so that no text makes a search slow
+_UNSEEN, _GAP = f"[{_HIDDEN}]*+", f"[\\s{_HIDDEN}]*+"
+_LESS, _MORE, _BAR = "<\\uff1c\\ufe64", ">\\uff1e\\ufe65", "|\\uff5c"  # wide forms, which some vocabularies fold
+_SLASH = "[/\\uff0f]?+"
+_LETTER, _REST = "[A-Za-z_\\uff21-\\uff3a\\uff41-\\uff5a]", "\\w:.\\-\\u2581"
+_NAME = f"{_LETTER}[{_REST}{_HIDDEN}]*+"
+_INSIDE = f"[^{_LESS}{_MORE}]"
+_CONTROL = re.compile(f"[{_LESS}]({_UNSEEN}[{_BAR}][^{_LESS}{_MORE}{_BAR}]{{0,200}}+[{_BAR}]{_UNSEEN})[{_MORE}]")
+_OPENING = re.compile(f"[{_LESS}]({_UNSEEN}[{_BAR}])")
+_CLOSING = re.compile(f"([{_BAR}]{_UNSEEN})[{_MORE}]")
+# with attributes: no space before the name, as in a < b; a name of one letter needs a =, which a<b and c>d lacks
+_LONG, _SHORT = f"{_LETTER}{_UNSEEN}[{_REST}][{_REST}{_HIDDEN}]*+", f"{_LETTER}{_UNSEEN}(?=[\\s/]{_INSIDE}*=)"
+_TAG = re.compile(
+    f"[{_LESS}]({_GAP}{_SLASH}{_GAP}{_NAME}{_GAP}{_SLASH}{_GAP})[{_MORE}]"
+    f"|[{_LESS}]({_UNSEEN}{_SLASH}{_UNSEEN}(?:{_LONG}|{_SHORT})[\\s/]{_INSIDE}*+)[{_MORE}]"
+)
+_UNCLOSED = re.compile(f"[{_LESS}]({_UNSEEN}{_SLASH}{_UNSEEN}{_LONG}{_GAP}{_SLASH}{_GAP})\\Z")
+_WORDS = ["INST", "SYSTEM_PROMPT", "AVAILABLE_TOOLS", "TOOL_CALLS", "TOOL_RESULTS", "TOOL_CONTENT", "ARGS", "gMASK"]
 _BRACKETS = re.compile(
-    r"\[(/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT|ARGS|gMASK))\]"
+    f"[\\[\\uff3b]({_UNSEEN}{_SLASH}{_UNSEEN}(?:{'|'.join(map(_UNSEEN.join, _WORDS))}){_UNSEEN})[\\]\\uff3d]"
 )
 _MARK = re.compile(r"\[\s*/?\s*[\w:.-]++[^\[\]]{0,300}+\]|\([|\uff5c][^|\uff5c]{0,100}+[|\uff5c]\)")
 _WORD_END = re.compile(r"(?<=\S)(?=\s)")
@@ -38,7 +52,10 @@ REACH = 16
 
 
 def neutralise(text: str) -> str:
-    """Text from outside with tags and chat control tokens inert but readable: `<search>` becomes `[search]`."""
+    """Text from outside with tags and chat control tokens inert but readable: `<search>` becomes `[search]`.
+
+    Half of a surrogate pair, which no tokenizer takes, becomes U+FFFD.
+    """
     return _neutralise(text)[0]
 
 
@@ -48,12 +65,13 @@ def count_marks(text: str) -> int:
 
 
 def _neutralise(text: str) -> tuple[str, int]:
+    text, controls = _CONTROL.subn(r"(\1)", mended(text))
     text, openings = _OPENING.subn(r"(\1", text)
     text, closings = _CLOSING.subn(r"\1)", text)
     text, tags = _TAG.subn(lambda found: f"[{found[1] or found[2]}]", text)
     text, unclosed = _UNCLOSED.subn(r"[\1", text)
     text, brackets = _BRACKETS.subn(r"(\1)", text)
-    return text, openings + closings + tags + unclosed + brackets
+    return text, controls + openings + closings + tags + unclosed + brackets
 
 
 def different(documents: Iterable[Document]) -> tuple[Document, ...]:

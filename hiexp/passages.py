@@ -75,11 +75,18 @@ class Uniques:
         self.tally = tally
         self._first: dict[bytes, str] = {}  # passage -> its first id
         self._passage_of: dict[str, bytes] = {}
+        self._files: list[tuple[int, str]] = []  # (ids before it, file)
 
-    def first(self, key: str, document: Document) -> str | None:
-        """None for a new passage, else the id of the equal one; KeyError when the id is another passage's."""
-        line = json.dumps([document.title, document.text]).encode()
-        content = hashlib.blake2b(line, digest_size=16).digest()
+    def first(self, key: str, document: Document, where: str = "") -> str | None:
+        """None for a new passage, else the id of the equal one; KeyError when the id is another passage's.
+
+        `where`: file:line, of which the file is remembered for messages.
+        """
+        line = _line(document)
+        content = _content(line)
+        file = where.rpartition(":")[0]
+        if not self._files or self._files[-1][1] != file:
+            self._files.append((len(self._passage_of), file))
         if self._passage_of.setdefault(key, content) != content:
             raise KeyError(key)
         if content in self._first:
@@ -89,6 +96,24 @@ class Uniques:
         self.tally.passages += 1
         self.tally.digest.update(line)
         return None
+
+    def clashes(self, key: str, document: Document) -> bool:
+        """Whether the id is another passage's."""
+        known = self._passage_of.get(key)
+        return known is not None and known != _content(_line(document))
+
+    def place_of(self, key: str) -> str:
+        """The file of the passage that has the id."""
+        position = next(number for number, known in enumerate(self._passage_of) if known == key)
+        return next(file for start, file in reversed(self._files) if start <= position)
+
+
+def _line(document: Document) -> bytes:
+    return json.dumps([document.title, document.text]).encode()
+
+
+def _content(line: bytes) -> bytes:
+    return hashlib.blake2b(line, digest_size=16).digest()
 
 
 def read_corpus(paths: Sequence[str | Path], words: int = 0, tally: Tally | None = None) -> list[Pair]:
@@ -104,20 +129,17 @@ def stream_corpus(paths: Sequence[str | Path], words: int, tally: Tally) -> Iter
     if not paths:
         raise ConfigError("search.corpus is empty; list the passage files, or set search.backend=none")
     uniques = Uniques(tally)
-    for number, path in enumerate(paths):
+    for path in paths:
         for passage in read_file(path):
             for key, document in pieces(passage, words, tally):
                 try:
-                    yield (key, document), uniques.first(key, document)
-                except KeyError as error:
-                    owner = _owner(passage.id, paths[:number]) or path
+                    first = uniques.first(key, document, passage.where)
+                except KeyError:
                     raise DataError(
-                        f"{passage.where}: passage id {key!r} is also in {owner}, with another text"
-                    ) from error
-
-
-def _owner(key: str, paths: Sequence[str | Path]) -> str | Path | None:
-    return next((path for path in paths for passage in read_file(path) if passage.id == key), None)
+                        f"{passage.where}: passage id {key!r} is also in {uniques.place_of(key)}, with another text; "
+                        "`python -m hiexp.search corpus ids=file whole=[...]` makes one file of files with equal ids"
+                    ) from None
+                yield (key, document), first
 
 
 def pieces(passage: Passage, words: int, tally: Tally | None = None) -> list[Pair]:
@@ -143,7 +165,7 @@ def corpus_digest(documents: Iterable[Document]) -> str:
     """SHA-256 of titles and texts in order."""
     digest = hashlib.sha256()
     for document in documents:
-        digest.update(json.dumps([document.title, document.text]).encode())
+        digest.update(_line(document))
     return digest.hexdigest()
 
 
@@ -211,7 +233,7 @@ class PassageStore:
             raise ConfigError(
                 f"{folder} has no whole passages.jsonl and offsets.npy ({error}); make it again"
             ) from error
-        if self._offsets[-1] != len(self._lines):
+        if self._offsets.ndim != 1 or self._offsets[-1] != len(self._lines):
             raise ConfigError(f"{folder}/passages.jsonl is cut off or changed; make the index again")
 
     def __len__(self) -> int:
@@ -220,16 +242,27 @@ class PassageStore:
     def __getitem__(self, row: int) -> Pair:
         if not 0 <= row < len(self):
             raise IndexError(row)
-        record = json.loads(self._lines[self._offsets[row] : self._offsets[row + 1]])
-        return record["id"], Document(record["title"], record["text"])
+        try:
+            record = json.loads(self._lines[self._offsets[row] : self._offsets[row + 1]])
+            return record["id"], Document(record["title"], record["text"])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ConfigError(
+                f"{self.folder}: passages.jsonl or offsets.npy is damaged (passage {row} is no record); make the index "
+                "again in another folder"
+            ) from error
 
     def __iter__(self) -> Iterator[Pair]:
         return (self[row] for row in range(len(self)))
 
     def aliases(self) -> dict[str, str]:
         """Id of a passage that was left out -> id of its equal."""
-        with (self.folder / "repeated.jsonl").open(encoding="utf-8") as lines:
-            return {record["id"]: record["of"] for record in map(json.loads, lines)}
+        try:
+            with (self.folder / "repeated.jsonl").open(encoding="utf-8") as lines:
+                return {record["id"]: record["of"] for record in map(json.loads, lines)}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{self.folder}/repeated.jsonl is missing or damaged ({error}); make the index again in another folder"
+            ) from error
 
 
 def write_store(folder: Path, paths: Sequence[str | Path], words: int, advance: Callable[[int], Any]) -> Tally:

@@ -159,20 +159,45 @@ class Reranked(ScoredSearch):
 
 
 def cross_encoder(folder: str | Path) -> Callable[[list[tuple[str, str]]], np.ndarray]:
-    """[N] scores of (query, passage) pairs by the sentence-transformers cross-encoder in a local folder."""
+    """[N] scores of (query, passage) pairs by the sentence-transformers cross-encoder in a local folder.
+
+    ConfigError where the folder has none, or a model whose scoring head was never trained.
+    """
     if not (Path(folder) / "config.json").is_file():
         raise ConfigError(f"search.rerank={str(folder)!r} is not a cross-encoder's folder (no config.json in it)")
     try:
         from sentence_transformers import CrossEncoder
 
         model = CrossEncoder(str(folder), local_files_only=True, num_labels=1)
+        missing = _missing_weights(model, str(folder))
     except ImportError as error:
         raise ConfigError(
             "search.rerank needs sentence-transformers; install it, or leave search.rerank empty"
         ) from error
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"search.rerank={folder} cannot be loaded: {' '.join(str(error).split())[:200]}") from error
+    if missing:
+        raise ConfigError(
+            f"search.rerank={folder} is not a cross-encoder: the folder has no weights for {', '.join(missing[:3])}, "
+            "which would be drawn at random; name a model trained to score pairs, or leave search.rerank empty"
+        )
     return lambda pairs: np.asarray(model.predict(pairs, batch_size=32, show_progress_bar=False), np.float64)
+
+
+def _missing_weights(model: Any, folder: str) -> list[str]:
+    """Names of the model's weights that its folder does not have, which loading fills at random with a mere note."""
+    from transformers.utils import logging
+
+    inner: Any = getattr(model[0], "model", None) or getattr(model[0], "auto_model", None)
+    known = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        _, info = type(inner).from_pretrained(
+            folder, config=inner.config, local_files_only=True, output_loading_info=True
+        )
+    finally:
+        logging.set_verbosity(known)
+    return sorted(map(str, info["missing_keys"]))
 
 
 def set_breadth(index: Any, breadth: int) -> None:

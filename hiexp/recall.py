@@ -10,6 +10,7 @@ and 95% bootstrap intervals.
 """
 
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,10 +19,12 @@ from typing import Any
 
 from hiexp.config import ConfigError, run_script
 from hiexp.corpora import question_passages, unnamed
-from hiexp.data import QUESTION_KEYS, records, require_file
+from hiexp.data import QUESTION_KEYS, DataError
 from hiexp.encoder import EncoderConfig, load_encoder
+from hiexp.indexes import read_manifest
 from hiexp.metrics import bootstrap_interval
 from hiexp.passages import Passages, PassageStore, Tally, pieces, stream_corpus
+from hiexp.raw_text import question_records
 from hiexp.search import NEEDS_ENCODER, open_search
 from hiexp.search_types import ScoredSearch, SearchConfig
 from hiexp.tracking import progress
@@ -64,12 +67,13 @@ class Question:
 def read_questions(path: str | Path, words: int, limit: int = 0) -> list[Question]:
     """The questions of a file that name supporting passages; `words` as the corpus was cut."""
     found: list[Question] = []
-    file = require_file(path)
-    for number, (where, record) in enumerate(records(path)):
-        text = next((record[key] for key in QUESTION_KEYS if key in record), None)
-        supporting: list[str | tuple[Document, ...]] = list(map(str, record.get("supporting_ids") or ()))
+    for number, (where, record) in enumerate(question_records(path)):
+        text, ids = next((record[key] for key in QUESTION_KEYS if key in record), None), record.get("supporting_ids")
+        if not isinstance(ids or [], list):
+            raise DataError(f"{where}: supporting_ids must be a list, not {type(ids).__name__}")
+        supporting: list[str | tuple[Document, ...]] = list(map(str, ids or ()))
         if text and not supporting:
-            own = [p for p in question_passages(record, where, unnamed(file, number)) if p.supporting]
+            own = [p for p in question_passages(record, where, unnamed(Path(path), number)) if p.supporting]
             supporting = [tuple(document for _, document in pieces(passage, words)) for passage in own]
         if text and supporting:
             found.append(Question(str(text), supporting))
@@ -154,6 +158,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(cfg: RecallConfig) -> None:
+    _check_writable(cfg.json)
     encoder = load_encoder(cfg.encoder) if cfg.search.backend in NEEDS_ENCODER or cfg.against else None
     exact = None
     if cfg.against:
@@ -162,15 +167,24 @@ def _run(cfg: RecallConfig) -> None:
     figures = measure(cfg, backend, exact)
     print(table(figures))
     if cfg.json:
-        Path(cfg.json).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        try:
+            Path(cfg.json).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"json={cfg.json} cannot be written: {error}") from error
+
+
+def _check_writable(path: str) -> None:
+    """ConfigError, before hours of work, for a file that cannot be written."""
+    folder = Path(path).parent
+    if path and (Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK)):
+        raise ConfigError(f"json={path} cannot be written; name a file in a folder that is there and writable")
 
 
 def _corpus(cfg: SearchConfig, backend: ScoredSearch) -> tuple[int, Passages, dict[str, str]]:
     """How it was cut, its passages, and the ids of those that were left out as repetitions."""
     if cfg.index:
         store = PassageStore(cfg.index)
-        manifest = json.loads((Path(cfg.index) / "manifest.json").read_text(encoding="utf-8"))
-        return int(manifest["words"]), store, store.aliases()
+        return int(read_manifest(cfg.index)["words"]), store, store.aliases()
     if not cfg.corpus:
         raise ConfigError("recall looks ids up in the corpus; set search.index or search.corpus")
     pairs, aliases = [], {}

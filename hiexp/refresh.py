@@ -229,7 +229,7 @@ class ClosedLoop:
             found = self.agent.rollout(part, (self.cfg.seed * 1_000_003 + step), hek, first=first, group_size=size)
             rows = self.ctx.gather(found if self.ctx.leads(tensor_parallel) else [], "gate")
             attempts = [one for row in rows for one in row]
-            means.append(score(attempts, questions, self.cfg.reward, size).mean(dim=1).numpy())
+            means.append(score(attempts, questions, self.cfg.reward, size, judge=self.agent.judge).mean(dim=1).numpy())
         return mean_and_error(means[1] - means[0])
 
     def _version_folder(self, version: int) -> Path:

@@ -77,6 +77,17 @@ def parse_reply(text: str, required: Sequence[str]) -> dict[str, Any] | str:
     return mended or reason
 
 
+def parse_experience(reply: str, required: Sequence[str] = ("title", "description")) -> dict[str, Any] | None:
+    """The lesson in a reply: its known fields (type, title, tags, thinking, description), or None if there is none.
+
+    None, too, for text that is empty, refuses, is cut off, holds a lesson in <think> alone, or is no text at all; never
+    half a lesson, never an exception. A build asks for more than title and description: `required` is then
+    `PROMPTS["full"].reflect_fields`. `parse_reply` gives the reason in place of None.
+    """
+    found = parse_reply(reply, required) if isinstance(reply, str) else "empty"
+    return None if isinstance(found, str) else found
+
+
 def parse_lines(text: str, required: Sequence[str]) -> dict[str, Any] | str:
     """Title and description of a reply that continues "Title:" by `...` and `Description: ...`, or the reason why not.
 

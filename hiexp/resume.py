@@ -27,7 +27,7 @@ from hiexp.redact import redact_values
 
 HARMLESS = (
     "out", "threads", "resume_changed", "data.dev", "data.test", "eval.*", "build.*", "checkpoint.*", "log.*",
-    "watch.*", "sft.dev", "sft.dev_every",
+    "watch.*", "judge.*", "sft.dev", "sft.dev_every",
     "train.save_every", "train.show_every", "train.dev_every", "optim.tokens_per_micro_batch", "optim.max_nonfinite",
     "engine.gpu_memory_fraction", "shard.checkpoint_layers", "shard.cpu_offload", "shard.replicas",
 )  # fmt: skip
@@ -192,7 +192,10 @@ def refused(changes: dict[str, tuple[Any, Any]], config: Any) -> dict[str, tuple
     is_constant = getattr(getattr(config, "optim", None), "schedule", "constant") == "constant"
     is_constant &= not getattr(getattr(config, "dosage", None), "follows_training", False)
     is_refreshed = getattr(getattr(config, "refresh", None), "every", 0) > 0
-    harmless = (*(one for one in HARMLESS if one != "build.*"), *WRITERS) if is_refreshed else HARMLESS
+    is_judged = getattr(getattr(config, "reward", None), "metric", "") == "judge"
+    matters = {"build.*"} if is_refreshed else set()
+    matters |= {"judge.*"} if is_judged else set()
+    harmless = (*(one for one in HARMLESS if one not in matters), *(WRITERS if is_refreshed else ()))
     return {
         key: (old, new)
         for key, (old, new) in changes.items()
@@ -242,7 +245,8 @@ def folder_hash(path: str | Path) -> str:
     digest = hashlib.sha256()
     for file in sorted(Path(path).rglob("*") if str(path) else []):
         if file.is_file() and not file.name.startswith("."):
-            content = hashlib.sha256(file.read_bytes()).hexdigest()
+            with file.open("rb") as stream:
+                content = hashlib.file_digest(stream, "sha256").hexdigest()
             digest.update(f"{file.relative_to(path)}\0{content}\0".encode())
     return digest.hexdigest() if str(path) else ""
 

@@ -11,10 +11,10 @@ experience stay plain text. What ends a trajectory:
 
 Nothing waits for the slowest row: with an engine that streams, the queries that are ready go out as one batch in one
 worker thread while the engine steps on for the other rows. That thread calls the search backend and the HEK and
-nothing else; tokenizers are not safe to share between threads, so the policy's is used in the caller's alone.
+nothing else; tokenizers are not safe to share between threads, so the policy's is used in the caller's alone. All
+queries of one turn go out together, count one by one, and come back in one observation.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -23,14 +23,15 @@ from typing import Any, Literal
 from hiexp.background import Background, Inline, Runner, one_thread
 from hiexp.config import ConfigError
 from hiexp.data import Sample
+from hiexp.encoding import PieceEncoder, kept
 from hiexp.engine import Completion, Engine, Sampling, decode, with_bos
 from hiexp.hek import HEK
 from hiexp.hits import Hit, fill
-from hiexp.observations import count_marks, cut, different
-from hiexp.protocols import Action, AgentProtocol, Pieces
+from hiexp.observations import count_marks, different
 from hiexp.sampling import derive_seed
 from hiexp.search_cache import add_counters, checked, counters
 from hiexp.search_types import SearchBackend
+from hiexp.tag_protocol import Action, AgentProtocol, Asked, normalise_query
 from hiexp.trajectory import Document, Segment, Source, Status, Trajectory, Turn
 
 # plain words, so that a word-level tokenizer can know them all
@@ -54,7 +55,11 @@ class RolloutConfig:
     """How trajectories are sampled, and what they may cost."""
 
     protocol: str = "qwen_tool"
-    """qwen_tool, search_o1, search_r1, few_shot, few_shot_direct, compact or direct"""
+    """qwen_tool, search_o1, search_r1, few_shot, few_shot_direct, compact, direct, or a peer's (docs/peers.md)"""
+    prompt_file: str = ""
+    """a published agent's own instruction, as text with {question}; empty = ours, which it was not trained on"""
+    prompt_date: str = ""
+    """YYYY-MM-DD that {date} in an instruction stands for; empty = today, in UTC"""
     group_size: int = 8
     """trajectories per question (G)"""
     max_turns: int = 12
@@ -107,6 +112,8 @@ def run_rollouts(
     progress: Callable[[int], Any] | None = None,
     *,
     first: int = 0,
+    positions: Sequence[int] | None = None,
+    done: Callable[[Trajectory], Any] | None = None,
     hinted: Sequence[bool] | None = None,
     metrics: dict[str, float] | None = None,
     search_runner: Runner | None = None,
@@ -120,6 +127,8 @@ def run_rollouts(
     progress: called with the number of trajectories that ended since its last call.
     first: position of samples[0] among all questions of the step. Seeds derive from (seed, position, member, turn), so
         the ranks that share a step's questions sample what one rank alone would.
+    positions: instead of `first`, the position of each sample, no two the same: for questions that lie apart.
+    done: called with each trajectory once, as it ends, in the caller's thread.
     hinted: per sample, whether its group gets experience at all; None = all that `hek.wants` to. Whole groups, because
         within one the attempts without experience would fare worse than their siblings and be trained against.
     metrics: "time/search" is raised by the seconds of searching, "time/search_wait" by those the engine stood still,
@@ -127,12 +136,13 @@ def run_rollouts(
     search_runner: instead of the thread, or of the call between two steps.
     """
     run, before = _Run(engine, tokenizer, protocol, search, hek, cfg, seed), counters(search)
-    rows = run.open(samples, [True] * len(samples) if hinted is None else hinted, first)
+    places = range(first, first + len(samples)) if positions is None else positions
+    rows = run.open(samples, [True] * len(samples) if hinted is None else hinted, places)
     try:
         overlapped = engine.streams and search_runner is None
         with one_thread("search") if overlapped else nullcontext(search_runner or Inline()) as runner:
             searches = Background(run.look_up, runner)
-            _play(run, rows, searches, progress)
+            _play(run, rows, searches, progress, done)
     finally:
         engine.forget([row.key for row in rows])
     if metrics is not None:
@@ -143,10 +153,16 @@ def run_rollouts(
     return [row.trajectory for row in rows]
 
 
-def _play(run: "_Run", rows: "list[_Row]", searches: Background, progress: Callable[[int], Any] | None) -> None:
+def _play(
+    run: "_Run",
+    rows: "list[_Row]",
+    searches: Background,
+    progress: Callable[[int], Any] | None,
+    done: Callable[[Trajectory], Any] | None,
+) -> None:
     """The loop; a row is with the engine, with the search, or ready for its next turn, until it ends."""
     engine, by_key = run.engine, {row.key: row for row in rows}
-    ready, running = rows, len(rows)
+    ready, running = rows, rows
     while running:
         is_new = bool(ready)
         for row in ready:
@@ -161,15 +177,19 @@ def _play(run: "_Run", rows: "list[_Row]", searches: Background, progress: Calla
             ready = sorted([*ready, *(row for row in found[0] if row.is_running)], key=lambda row: row.key)
         before = running
         if is_new or finished or found:
-            running = sum(row.is_running for row in rows)
+            running = [row for row in running if row.is_running]
         if running and is_idle and not (ready or searches.is_busy):
-            raise RuntimeError(f"the engine returned nothing while {running} trajectories are running")
-        if progress and running < before:
-            progress(before - running)
+            raise RuntimeError(f"the engine returned nothing while {len(running)} trajectories are running")
+        if len(running) < len(before):
+            for row in before:
+                if done and not row.is_running:
+                    done(row.trajectory)
+            if progress:
+                progress(len(before) - len(running))
 
 
-_Found = tuple[list[Document], list[Hit]]
-"""What one query brought: passages and cases."""
+_Found = tuple[list[list[Document]], list[Hit]]
+"""What the queries of one turn brought: the passages of each, and cases."""
 
 
 @dataclass
@@ -190,6 +210,8 @@ class _Row:
     text: str = ""
     action: Action = field(default_factory=lambda: Action("malformed", ""))
     """text and action of the newest turn"""
+    asked: tuple[str, ...] = ()
+    """its queries, up to the limit"""
     closed: int | None = None
     """the eos that the newest turn ended with, if it did"""
 
@@ -213,11 +235,13 @@ class _Run:
     ) -> None:
         self.engine, self.tokenizer, self.protocol, self.search, self.hek = engine, tokenizer, protocol, search, hek
         self.cfg, self.seed = cfg, seed
-        self._encoded: dict[tuple[bool, int, str], tuple[int, ...]] = {}
+        self.encoder = PieceEncoder(tokenizer, cfg.max_document_tokens)
         self.neutralised = 0
 
-    def open(self, samples: Sequence[Sample], hinted: Sequence[bool], first: int) -> list[_Row]:
+    def open(self, samples: Sequence[Sample], hinted: Sequence[bool], places: Sequence[int]) -> list[_Row]:
         """Plan each question once and open its group."""
+        if len(set(places)) != len(samples) or len(places) != len(samples):
+            raise ValueError(f"{len(samples)} samples need as many different positions, got {list(places)[:20]}")
         wanted = self.hek.wants([sample.question for sample in samples], [sample.id for sample in samples])
         hinted = [drawn and wants for drawn, wants in zip(hinted, wanted, strict=True)]
         plans: list[tuple[str, tuple[str, ...]]] = [("", ())] * len(samples)
@@ -225,19 +249,20 @@ class _Run:
         if asked:
             questions, ids = [samples[i].question for i in asked], [samples[i].id for i in asked]
             level, budget = self.cfg.strategy_level, self.cfg.strategy_tokens
-            for i, plan in zip(asked, self.hek.strategy_block(questions, ids, level, self._count, budget), strict=True):
+            blocks = self.hek.strategy_block(questions, ids, level, self.encoder.count, budget)
+            for i, plan in zip(asked, blocks, strict=True):
                 plans[i] = plan
         rows = []
-        for i, (sample, with_hints, (strategy, shown)) in enumerate(zip(samples, hinted, plans, strict=True)):
+        for place, sample, with_hints, (strategy, shown) in zip(places, samples, hinted, plans, strict=True):
             hek_version = self.hek.version if with_hints else -1
-            prompt = self._segments(self.protocol.prompt(sample.question, strategy, self.tokenizer))
+            prompt = self.encoder.segments(self.protocol.prompt(sample.question, strategy, self.tokenizer))
             prompt[0] = Segment(prompt[0].source, with_bos(self.tokenizer, prompt[0].token_ids))
             for member in range(self.cfg.group_size):
                 trajectory = Trajectory(sample.id, member, self.engine.version, shown, hek_version)
                 for segment in prompt:
                     trajectory.append(segment)
                 start = (trajectory, trajectory.num_tokens, with_hints)
-                rows.append(_Row((first + i, member), sample, *start, shown=set(shown)))
+                rows.append(_Row((place, member), sample, *start, shown=set(shown)))
         return rows
 
     def submit(self, row: _Row) -> None:
@@ -254,11 +279,12 @@ class _Run:
         """Record a turn and act on it; True when its query waits to be executed."""
         text = decode(self.tokenizer, completion.token_ids)
         action = self.protocol.parse(text)
-        kept = _kept(self.tokenizer, completion.token_ids, text, action.end)
-        ids, logprobs = completion.token_ids[:kept], completion.logprobs[:kept]
+        count = kept(self.tokenizer, completion.token_ids, text, action.end)
+        ids, logprobs = completion.token_ids[:count], completion.logprobs[:count]
         row.trajectory.append(Segment(Source.POLICY, ids, logprobs))
-        row.text, row.action = decode(self.tokenizer, ids) if kept < len(completion.token_ids) else text, action
-        row.closed = ids[-1] if completion.finish == "eos" and kept == len(completion.token_ids) and ids else None
+        row.asked = ()
+        row.text, row.action = decode(self.tokenizer, ids) if count < len(completion.token_ids) else text, action
+        row.closed = ids[-1] if completion.finish == "eos" and count == len(completion.token_ids) and ids else None
         status = self._status(row, completion.finish)
         if status is not Status.RUNNING:
             self._record(row, notice=UNEXECUTED.get(status, ""))
@@ -266,21 +292,24 @@ class _Run:
             row.trajectory.answer = action.text if status is Status.ANSWERED else ""
             return False
         notice = self._refusal(row)
+        row.asked = () if notice else action.queries[: self.cfg.max_searches - row.searches]
         if notice:
-            self._reply(row, (), "", (), notice)
+            self._reply(row, [], "", (), notice)
         return not notice
 
     def look_up(self, rows: list[_Row]) -> list[_Found]:
         """Execute the queries of waiting rows in one batch; needs no tokenizer and changes nothing."""
-        queries = [row.action.text for row in rows]
+        owners, queries = [row for row in rows for _ in row.asked], [query for row in rows for query in row.asked]
         try:
-            return self._look_up(rows, queries)
+            found = iter(self._look_up(owners, queries))
         except BaseException as error:
             more = f" and {len(queries) - 3} more" if len(queries) > 3 else ""
             error.add_note(f"raised by the search for {', '.join(map(repr, queries[:3]))}{more}")
             raise
+        return [_together([next(found) for _ in row.asked]) for row in rows]
 
-    def _look_up(self, rows: list[_Row], queries: list[str]) -> list[_Found]:
+    def _look_up(self, rows: list[_Row], queries: list[str]) -> list[tuple[list[Document], list[Hit]]]:
+        """Passages and cases of each query."""
         results = checked(self.search.search(queries, self.cfg.top_k), queries)
         cases: list[list[Hit]] = [[] for _ in rows]
         asked = [i for i, row in enumerate(rows) if row.hinted] if self.cfg.use_cases else []
@@ -293,15 +322,15 @@ class _Run:
         return list(zip(results, cases, strict=True))
 
     def observe(self, rows: list[_Row], found: list[_Found]) -> None:
-        """Append to each row what its query brought."""
-        for row, (documents, hits) in zip(rows, found, strict=True):
-            row.searches += 1
-            row.queries.add(normalise_query(row.action.text))
-            most = CHARACTERS_PER_TOKEN * self.cfg.max_document_tokens
-            shown = different(Document(document.title[:most], document.text[:most]) for document in documents)
-            self.neutralised += sum(count_marks(f"{document.title} {document.text}") for document in shown)
-            case, case_ids = fill(hits, self._count, self.cfg.case_tokens, cut=True)
-            self._reply(row, shown, case, case_ids, "" if shown else NOTHING_FOUND)
+        """Append to each row what its queries brought."""
+        most = CHARACTERS_PER_TOKEN * self.cfg.max_document_tokens
+        for row, (results, hits) in zip(rows, found, strict=True):
+            row.searches += len(row.asked)
+            row.queries.update(map(normalise_query, row.asked))
+            shown = [different(Document(one.title[:most], one.text[:most]) for one in passages) for passages in results]
+            self.neutralised += sum(count_marks(f"{one.title} {one.text}") for passages in shown for one in passages)
+            case, case_ids = fill(hits, self.encoder.count, self.cfg.case_tokens, cut=True)
+            self._reply(row, shown, case, case_ids, "" if any(shown) else NOTHING_FOUND)
 
     def _status(self, row: _Row, finish: str) -> Status:
         row.malformed += row.action.kind == "malformed"
@@ -319,18 +348,25 @@ class _Run:
         """Why the turn's query is not executed; empty if it is."""
         if row.action.kind == "malformed":
             return MALFORMED
+        if row.action.refused:
+            return row.action.refused
         if row.searches >= self.cfg.max_searches:
             return LIMIT
-        return REPEATED if normalise_query(row.action.text) in row.queries else ""
+        repeats = self.protocol.refuses_repeats and normalise_query(row.action.text) in row.queries
+        return REPEATED if repeats else ""
 
     def _reply(
-        self, row: _Row, documents: tuple[Document, ...], case: str, case_ids: tuple[str, ...], notice: str
+        self, row: _Row, found: list[tuple[Document, ...]], case: str, case_ids: tuple[str, ...], notice: str
     ) -> None:
-        """Append an observation whole, or end the row: half a document is no evidence."""
-        segments = self._segments(self.protocol.observation(documents, case, notice))
+        """Append an observation whole, or end the row: half a document is no evidence. `found`: of each query asked."""
+        documents = tuple(one for passages in found for one in passages)
+        counts = tuple(zip(row.asked, map(len, found), strict=True))
+        is_last = len(row.trajectory.turns) + 2 >= self.cfg.max_turns  # this turn is not recorded yet
+        asked = Asked(row.action, counts, row.text[row.action.end :], is_last)
+        segments = self.encoder.segments(self.protocol.observation(documents, case, notice, asked))
         if segments and row.closed is not None and segments[0].token_ids[0] == row.closed:
             segments[0] = Segment(segments[0].source, segments[0].token_ids[1:])  # the policy closed its turn itself
-        refused = notice if row.action.kind == "malformed" or notice in (LIMIT, REPEATED) else ""
+        refused = "" if row.asked else notice
         if sum(len(segment.token_ids) for segment in segments) > self._room(row):
             self._record(row, notice=refused)
             row.trajectory.status = Status.TRUNCATED
@@ -338,16 +374,13 @@ class _Run:
         for segment in segments:
             row.trajectory.append(segment)
         row.shown.update(case_ids)
-        self._record(row, documents, case_ids, refused)
+        self._record(row, refused, documents, case_ids)
 
     def _record(
-        self,
-        row: _Row,
-        documents: tuple[Document, ...] = (),
-        cases: tuple[str, ...] = (),
-        notice: str = "",
+        self, row: _Row, notice: str, documents: tuple[Document, ...] = (), cases: tuple[str, ...] = ()
     ) -> None:
-        turn = Turn(row.text, row.action.kind, row.action.text, documents, cases, notice)
+        more = row.asked[1:] if row.asked else row.action.more
+        turn = Turn(row.text, row.action.kind, row.action.text, documents, cases, notice, more)
         row.trajectory.turns.append(turn)
 
     def _room(self, row: _Row) -> int:
@@ -355,41 +388,13 @@ class _Run:
         budget = self.cfg.max_response_tokens - (length - row.prompt_length)
         return min(budget, self.engine.max_length - length)
 
-    def _segments(self, pieces: Pieces) -> list[Segment]:
-        segments = []
-        for source, text in pieces:
-            most = self.cfg.max_document_tokens if source is Source.DOCUMENT else 0
-            ids = self._encode(text, source in (Source.DOCUMENT, Source.EXPERIENCE), most)
-            if ids:
-                segments.append(Segment(source, ids))
-        return segments
 
-    def _encode(self, text: str, from_outside: bool, most: int = 0) -> tuple[int, ...]:
-        """Ids of a text, or of its beginning where it has more than `most` (0 = all)."""
-        encode = lambda part: tuple(  # noqa: E731
-            self.tokenizer(part, add_special_tokens=False, split_special_tokens=from_outside)["input_ids"]
-        )
-        key = (from_outside, most, text)
-        if key not in self._encoded:
-            ids = encode(text)
-            if most and len(ids) > most:
-                ids = encode(cut(text, most, lambda part: len(encode(part))))[:most]
-            self._encoded[key] = ids
-        return self._encoded[key]
-
-    def _count(self, text: str) -> int:
-        return len(self._encode(text, True))
-
-
-def normalise_query(query: str) -> str:
-    """Equal for queries that differ in case, spacing or punctuation only."""
-    return " ".join(re.findall(r"\w+", query.casefold())) or query.strip()
-
-
-def _kept(tokenizer: Any, ids: Sequence[int], text: str, end: int) -> int:
-    """How many ids hold the action: what begins after the token that completes it is dropped (never acted on)."""
-    count = len(ids)
-    if end < len(text):
-        while count > 1 and decode(tokenizer, ids[: count - 1]).startswith(text[:end]):
-            count -= 1
-    return count
+def _together(found: list[tuple[list[Document], list[Hit]]]) -> _Found:
+    """What the queries of a turn brought, the cases of all by falling score and each once."""
+    hits = [hit for _, cases in found for hit in cases]
+    if len(found) > 1:
+        best: dict[str, Hit] = {}
+        for hit in sorted(hits, key=lambda hit: -hit.score):
+            best.setdefault(hit.experience.id, hit)
+        hits = list(best.values())
+    return [passages for passages, _ in found], hits

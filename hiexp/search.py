@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hiexp.config import ConfigError, lookup
-from hiexp.encoder import Encoder, unit_rows
+from hiexp.encoder import Encoder, NotFinite, describe_encoder, folder_digest, unit_rows
 from hiexp.indexes import IndexConfig, build_index, is_begun, is_whole, open_index, read_manifest
 from hiexp.passages import Pair, Passages, corpus_digest, read_corpus, unique_passages
 from hiexp.rankers import BM25Ranker, DenseRanker, HybridRanker, Ranker, Reranked, cross_encoder, searched_text
@@ -44,9 +44,10 @@ def corpus_of(cfg: SearchConfig) -> str:
     return corpus_hash(cfg.corpus) if cfg.corpus else "none"
 
 
-def describe_search(cfg: SearchConfig) -> dict[str, Any]:
+def describe_search(cfg: SearchConfig, encoder: Encoder | None = None) -> dict[str, Any]:
     """What the passages depend on: `backend`, `corpus`, the index, the reranker; of a server, what it says of itself.
 
+    `encoder`: also names the encoder of the vectors, for a server: who asks it has none to name.
     `corpus` is "unknown" for a server that does not say it, and the kind and day of the answers for the web.
     """
     facts: dict[str, Any] = {"backend": cfg.backend}
@@ -60,7 +61,12 @@ def describe_search(cfg: SearchConfig) -> dict[str, Any]:
         facts |= describe_web(cfg.tavily)
     else:
         facts |= {"corpus": corpus_of(cfg)} | _describe_vectors(cfg)
-    return facts | ({"rerank": Path(cfg.rerank).name, "rerank_depth": cfg.rerank_depth} if cfg.rerank else {})
+        if cfg.backend in NEEDS_ENCODER and encoder is not None:
+            facts |= describe_encoder(encoder)
+    if cfg.rerank:
+        content = folder_digest(Path(cfg.rerank))
+        facts |= {"rerank": f"{Path(cfg.rerank).name}:{content}", "rerank_depth": cfg.rerank_depth}
+    return facts
 
 
 def _describe_vectors(cfg: SearchConfig) -> dict[str, Any]:
@@ -108,7 +114,11 @@ class DenseSearch(LocalSearch):
         import faiss
 
         kept = _some(unique_passages(passages))
-        self.vectors = encode_passages(encoder, [searched_text(document) for _, document in kept])
+        try:
+            self.vectors = encode_passages(encoder, [searched_text(document) for _, document in kept])
+        except NotFinite as error:
+            key = kept[error.row][0]
+            raise ConfigError(f"passage {key!r}: the encoder gave a vector that is not finite; look at both") from error
         index: Any = faiss.IndexFlatIP(self.vectors.shape[1])
         index.add(self.vectors)
         super().__init__(kept, DenseRanker(index, encoder, threads))
@@ -125,12 +135,15 @@ class NoSearch(ScoredSearch):
 
 
 def encode_passages(encoder: Encoder, texts: Sequence[str]) -> np.ndarray:
-    """Unit vectors [N, D]; prefixes are the encoder's own affair."""
+    """Unit vectors [N, D]; prefixes are the encoder's own affair. NotFinite names the first text without one."""
     rows = []
     with progress(total=len(texts), label="encode passages", unit="passage") as bar:
         for start in range(0, len(texts), ENCODE_CHUNK):
             chunk = texts[start : start + ENCODE_CHUNK]
-            rows.append(unit_rows(encoder.encode(chunk, "passage")))
+            try:
+                rows.append(unit_rows(encoder.encode(chunk, "passage")))
+            except NotFinite as error:
+                raise NotFinite(start + error.row) from error
             bar.update(len(chunk))
     return np.concatenate(rows)
 

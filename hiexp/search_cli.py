@@ -56,4 +56,6 @@ def _index(cfg: IndexConfig) -> None:
     print(f"{cfg.out}: {counts}; corpus {manifest['corpus'][:16]}")
     if dense := manifest.get("dense"):
         facts = ", ".join(f"{name} {dense[name]}" for name in ("kind", "storage", "dimension", "prefix", "pooling"))
+        if "taken_from" in dense and dense["taken_from"] != dense["storage"]:
+            facts += f" (made of {dense['taken_from']})"
         print(f"vectors: {facts}; mean cosine of two passages {dense['mean_cosine']}")

@@ -20,6 +20,7 @@ from hiexp.api_client import Failed, read_key
 from hiexp.config import ConfigError
 from hiexp.dialects import DIALECTS, Results, SchemaError, read_response
 from hiexp.http_calls import Caller, Refused, persist, shorten
+from hiexp.raw_text import mended
 from hiexp.redact import redact
 from hiexp.search_remote_config import HttpConfig
 from hiexp.search_types import ScoredDocument, ScoredSearch, check_top_k
@@ -68,7 +69,7 @@ class HttpSearch(ScoredSearch):
         results: list[list[ScoredDocument]] = [[] for _ in queries]
         asked = [i for i, query in enumerate(queries) if query.strip()]  # a blank query finds nothing anywhere
         if asked:
-            found = self._caller.run(self._search_all([queries[i] for i in asked], top_k))
+            found = self._caller.run(self._search_all([mended(queries[i]) for i in asked], top_k))
             for i, row in zip(asked, found, strict=True):
                 results[i] = row[:top_k]
         return results

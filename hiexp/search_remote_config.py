@@ -42,7 +42,7 @@ class HttpConfig:
         for url in self.urls:
             _check_url("urls", url)
         if self.token_env:
-            _check_variable("token_env", self.token_env)
+            check_variable("token_env", self.token_env)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class TavilyConfig:
         _check_least(self, {"max_credits": 0, "concurrency": 1, "max_retries": 0})
         _check_seconds(self, "timeout", "ttl_days")
         _check_url("url", self.url)
-        _check_variable("api_key_env", self.api_key_env)
+        check_variable("api_key_env", self.api_key_env)
         if self.replay and not self.cache:
             raise ConfigError("replay=true needs cache, the folder of the recorded answers")
         if self.as_of:
@@ -119,7 +119,8 @@ def _check_url(name: str, url: str) -> None:
         raise ConfigError(f"{name}: {redact(url)!r} is no address such as http://host:8000")
 
 
-def _check_variable(name: str, variable: str) -> None:
+def check_variable(name: str, variable: str) -> None:
+    """ConfigError unless it is a name by which redaction knows its value for a secret."""
     if not re.fullmatch(r"[A-Za-z_]\w*(?:_KEY|_TOKEN|_SECRET|_PASSWORD)", variable):
         # the value is not shown: it may be the secret itself
         endings = "_KEY, _TOKEN, _SECRET or _PASSWORD"

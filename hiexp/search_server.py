@@ -7,7 +7,9 @@ POST /retrieve, /search, /batch_search, /queries (hiexp/dialects.py has their sh
 (Prometheus). Requests that arrive while a search runs are searched together next. It listens on this machine alone
 unless host says otherwise. SIGTERM or Ctrl-C: what was taken is answered, then it stops. What fails has an HTTP status
 and {"error": ...}: 400 no JSON, 401 wrong token, 408 the body did not come, 413 too long, 422 no known request, 503 too
-busy, 504 not in time, 500 the search itself failed. Only text and numbers are read from a request, never a path.
+busy, 504 not in time, 500 the search itself failed, 404 and 405 no such path. uvicorn itself answers
+what is no HTTP (400) and connections above max_connections (503), in plain text. Only text and numbers are read from a
+request, never a path.
 """
 
 import asyncio
@@ -27,11 +29,12 @@ from typing import Any
 from hiexp.api_client import read_key
 from hiexp.config import ConfigError, run_script
 from hiexp.dialects import PATHS, Limits, RequestError, read_request
-from hiexp.encoder import EncoderConfig, load_encoder
+from hiexp.encoder import Encoder, EncoderConfig, load_encoder
 from hiexp.micro_batches import Busy, MicroBatcher
 from hiexp.rankers import Reranked
 from hiexp.redact import redact
 from hiexp.search import NEEDS_ENCODER, describe_search, open_search
+from hiexp.search_remote_config import check_variable
 from hiexp.search_types import ScoredSearch, SearchConfig
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
@@ -87,6 +90,8 @@ class ServeConfig:
                 raise ConfigError(f"{name}={getattr(self, name)} must be a number of seconds above 0")
         if self.top_k > self.max_top_k:
             raise ConfigError(f"top_k={self.top_k} is above max_top_k={self.max_top_k}; raise the latter")
+        if self.token_env:
+            check_variable("token_env", self.token_env)
         if self.port > 65535:
             raise ConfigError(f"port={self.port} must be at most 65535")
 
@@ -123,12 +128,13 @@ class Refusal(Exception):
         self.status = status
 
 
-def build_app(cfg: ServeConfig, backend: ScoredSearch) -> Any:
-    """The FastAPI application around an open backend."""
+def build_app(cfg: ServeConfig, backend: ScoredSearch, encoder: Encoder | None = None) -> Any:
+    """The FastAPI application around an open backend; /health names the encoder."""
     from fastapi import FastAPI, Request, Response
+    from starlette.exceptions import HTTPException
 
     batcher = MicroBatcher(backend, cfg.batch, cfg.gather_ms / 1000, cfg.max_waiting)
-    facts, meters = describe_search(cfg.search) | {"passages": _size(backend)}, Meters(batcher)
+    facts, meters = describe_search(cfg.search, encoder) | {"passages": _size(backend)}, Meters(batcher)
     token = read_key(cfg.token_env, "token_env") if cfg.token_env else ""
 
     @asynccontextmanager
@@ -137,6 +143,7 @@ def build_app(cfg: ServeConfig, backend: ScoredSearch) -> Any:
             yield
 
     app = FastAPI(title="HiExp search", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.router.redirect_slashes = False
 
     def respond(status: int, payload: Any) -> Any:
         headers = {"Retry-After": "1"} if status == 503 else None
@@ -154,6 +161,11 @@ def build_app(cfg: ServeConfig, backend: ScoredSearch) -> Any:
         meters.requests.labels(path, str(status)).inc()
         meters.seconds.labels(path).observe(perf_counter() - began)
         return respond(status, payload)
+
+    @app.exception_handler(HTTPException)
+    async def other(request: Request, error: HTTPException) -> Response:
+        paths = f"POST {', '.join(PATHS)}, GET /health and /metrics"
+        return respond(error.status_code, {"error": f"{error.detail} {request.url.path[:80]}; there are {paths}"})
 
     for path in PATHS:
         app.add_api_route(path, post, methods=["POST"], response_model=None)
@@ -215,8 +227,9 @@ async def _body(request: Any, cfg: ServeConfig) -> Any:
 
 
 def _authorise(request: Any, token: str) -> None:
-    given = request.headers.get("authorization", "")
-    if token and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    is_right = hmac.compare_digest(given.strip().encode(), token.encode())
+    if token and not (is_right and scheme.lower() == "bearer"):
         raise Refusal(401, "a bearer token is needed, and the right one")
 
 
@@ -235,18 +248,18 @@ def serve(cfg: ServeConfig) -> int:
         backend = open_search(cfg.search, encoder)
         if not isinstance(backend, ScoredSearch) or cfg.search.backend == "none":
             raise ConfigError(f"search.backend={cfg.search.backend} finds nothing that could be served")
-        run(cfg, backend, listener)
+        run(cfg, backend, listener, encoder)
     return 0
 
 
-def run(cfg: ServeConfig, backend: ScoredSearch, listener: socket.socket) -> None:
+def run(cfg: ServeConfig, backend: ScoredSearch, listener: socket.socket, encoder: Encoder | None = None) -> None:
     """Say where, and answer requests at `listener` until told to stop."""
     import uvicorn  # pyright: ignore[reportMissingImports]
 
     from hiexp.http_serving import Server
 
     settings = uvicorn.Config(
-        build_app(cfg, backend),
+        build_app(cfg, backend, encoder),
         log_level="warning",
         access_log=False,
         limit_concurrency=cfg.max_connections,
@@ -273,7 +286,8 @@ def listen(cfg: ServeConfig) -> socket.socket:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
+        is_name = isinstance(error, socket.gaierror) or not error.errno
+        reason = str(error.strerror or error) if is_name else os.strerror(error.errno)
         raise ConfigError(f"host={cfg.host} port={cfg.port}: {reason}; choose another port, or 0 for any") from None
 
 

@@ -75,7 +75,7 @@ class IndexConfig:
     pq_bytes: int = 0
     """pq: bytes of a vector, which must divide its dimension; 0 = an eighth of the dimension"""
     breadth: int = 0
-    """lists that a query reads (ivf, 0 = 64), or candidates that it keeps (hnsw, 0 = 128)"""
+    """lists that a query reads (ivf, 0 = 64), or candidates that it keeps (hnsw, 0 = 512)"""
     vectors_from: str = ""
     """folder of a flat index of the same corpus, whose vectors are taken instead of encoding"""
     shard_rows: int = 4096

@@ -31,7 +31,7 @@ from hiexp.distributed import Context, close, init
 from hiexp.engine import Endings
 from hiexp.fsdp import load_sharded
 from hiexp.model import kept_logprobs, load_tokenizer, model_folder, release
-from hiexp.protocols import PROTOCOLS
+from hiexp.protocols import open_protocol
 from hiexp.resume import StopSignal, seed_everything
 from hiexp.run_log import RunLog
 from hiexp.speed import cost_model, speed_metrics
@@ -165,7 +165,7 @@ def open_demonstrations(cfg: Config, tokenizer: Any, ctx: Context) -> tuple[Demo
     window = window.max_position_embeddings
     if cfg.sft.max_tokens > window:
         raise ConfigError(f"sft.max_tokens={cfg.sft.max_tokens} is beyond the model's window of {window}; lower it")
-    protocol = PROTOCOLS[cfg.rollout.protocol] if cfg.sft.prompt == "protocol" else None
+    protocol = open_protocol(cfg.rollout) if cfg.sft.prompt == "protocol" else None
     paths = [cfg.sft.train] + ([cfg.sft.dev] if cfg.sft.dev_every else [])
     found = [read_demonstrations(path, tokenizer, cfg.sft, window, protocol) for path in paths]
     if (cfg.sft.min_reward is not None or cfg.sft.per_question) and "trajectories" not in found[0].layouts:

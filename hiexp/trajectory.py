@@ -74,6 +74,8 @@ class Turn:
     cases: tuple[str, ...] = ()
     """ids of the level-1 experiences shown with the documents"""
     notice: str = ""
+    more: tuple[str, ...] = ()
+    """queries beside `argument`, where one turn asked several"""
 
 
 @dataclass
@@ -128,11 +130,12 @@ class Trajectory:
     @property
     def num_searches(self) -> int:
         """Queries that were executed (a refused repetition or one beyond the limit is not)."""
-        return sum(turn.action == "search" and not turn.notice for turn in self.turns)
+        return sum(1 + len(turn.more) for turn in self.turns if turn.action == "search" and not turn.notice)
 
     @property
     def queries(self) -> list[str]:
-        return [turn.argument for turn in self.turns if turn.action == "search"]
+        asked = [turn for turn in self.turns if turn.action == "search"]
+        return [query for turn in asked for query in (turn.argument, *turn.more) if query]
 
     def render(self, tokenizer: Any) -> str:
         """The trajectory as text, each segment marked with its author: look at your rollouts."""
@@ -179,9 +182,14 @@ def groups_of(trajectories: Sequence[Trajectory], group_size: int) -> list[list[
 
 def _turn_to_json(turn: Turn) -> dict[str, Any]:
     record = dict(vars(turn))
-    return record | {"documents": [[d.title, d.text] for d in turn.documents], "cases": list(turn.cases)}
+    record |= {"documents": [[d.title, d.text] for d in turn.documents], "cases": list(turn.cases)}
+    if turn.more:
+        return record | {"more": list(turn.more)}
+    del record["more"]  # records of one query a turn are what they always were
+    return record
 
 
 def _turn_from_json(record: dict[str, Any]) -> Turn:
     documents = tuple(Document(title, text) for title, text in record["documents"])
-    return Turn(**(record | {"documents": documents, "cases": tuple(record["cases"])}))
+    more = tuple(record.get("more", ()))
+    return Turn(**(record | {"documents": documents, "cases": tuple(record["cases"]), "more": more}))

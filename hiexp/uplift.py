@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from hiexp.acceptance import Record, mine_not_when
-from hiexp.assemble import Config, open_agent, open_samples
+from hiexp.assemble import Config, open_agent, open_samples, reward_judge
 from hiexp.config import ConfigError, run_script
 from hiexp.data import Sample, subset
 from hiexp.effects import Effect, Forecast, Outcome, effects, noise
@@ -95,14 +95,14 @@ def main(cfg: Config) -> None:
     # the groups that these would leave out are the ones to be measured
     cfg = dataclasses.replace(cfg, hek=dataclasses.replace(cfg.hek, max_success=1.0, min_uplift=None))
     samples = subset(open_samples(cfg.data, "train"), cfg.uplift.questions, cfg.seed)
-    agent = open_agent(cfg)
+    agent, judge = open_agent(cfg), reward_judge(cfg)
     out = open_run_folder(cfg.out, cfg, resumable=True)
     models, size = Models(agent, cfg), cfg.uplift.attempts
     arms = []
     store = json.dumps([folder_hash(cfg.hek.path), dataclasses.asdict(cfg.hek)])
     for name, hek, key in (("off", None, ""), ("on", agent.hek, store)):
         trajectories = roll_out(models, samples, out, size, hek, key)
-        score(trajectories, samples, cfg.reward, size)
+        score(trajectories, samples, cfg.reward, size, judge=judge)
         write_trajectories(out / f"trajectories_{name}.jsonl", trajectories)
         arms.append(groups_of(trajectories, size))
     tried = [Tried(*three) for three in zip(samples, *arms, strict=True)]

@@ -12,8 +12,9 @@ ROOT = Path(__file__).resolve().parents[1]
 MODULES = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "hiexp").glob("*.py")}
 
 AGENT = """
-protocols encoder search search_types corpora passages rankers vectors indexes recall experience effects acceptance
-hits hek languages rewards engine vllm_engine vllm_weights rollout sampling kv_cache background
+protocols tag_protocol peer_form peer_protocols prompt_files encoding encoder search search_types raw_text corpora
+passages rankers vectors indexes recall experience effects acceptance hits hek languages rewards engine vllm_engine
+vllm_weights rollout sampling kv_cache background baselines pipelines askers judge
 """
 OPTIMISATION = """
 advantages loss fused attention lora batching model fsdp trainer step_metrics shards checkpoint
@@ -23,16 +24,20 @@ LAYERS = dict(
         set(line.split())
         for line in """
 redact config trajectory distributed advantages
-protocols metrics data encoder tracking resume run_log watch paired loss fused attention lora speed sampling kv_cache \
-background charts reply_parser journal api_client lab_world lab_languages components corpora passages search_types \
-observations dialects search_remote_config http_calls micro_batches http_serving
-engine vllm_engine vllm_weights search search_cache search_clients search_tavily \
+protocols tag_protocol peer_form peer_protocols prompt_files \
+metrics data encoder tracking resume run_log watch paired loss fused attention lora speed sampling kv_cache \
+background charts reply_parser journal chat_replies api_client lab_world lab_languages components raw_text corpora \
+passages search_types notation math_check math_worker significance \
+observations dialects search_remote_config http_calls micro_batches http_serving layouts sample_fields records
+engine encoding askers benchmarks vllm_engine vllm_weights search search_cache search_clients search_tavily \
 rankers vectors indexes experience acceptance hits hek rewards batching model clustering languages \
 hek_prompts hek_filters recall effects dosage success agent_logs attempts
-rollout step_metrics trainer fsdp shards checkpoint hek_report reflector run_panel demonstrations
+rollout baselines pipelines methods judge eval_config step_metrics trainer fsdp shards checkpoint hek_report \
+reflector run_panel demonstrations
 hek_build hek_update evaluation report report_views convert lab_teacher hek_page
-browse hek_view assemble hek_stages lab_policy
-lab_demo sft refresh uplift search_cli corpus_build search_server
+browse hek_view assemble hek_stages lab_policy arms paper_rows sheets pictures table_build tables case_study figures \
+costs leaderboard
+lab_demo sft refresh uplift eval_run search_cli corpus_build search_server
 lab
 """.strip().splitlines()
     )
@@ -95,8 +100,10 @@ def test_agent_and_optimisation_sides_never_import_each_other():
 
 
 def test_text_modules_need_no_torch():
-    text_modules = "config trajectory protocols metrics data reply_parser hek_filters hek_prompts lab_world charts"
-    for name in text_modules.split():
+    text_modules = "config trajectory protocols metrics data records reply_parser hek_filters hek_prompts lab_world"
+    protocols = "tag_protocol peer_form peer_protocols prompt_files"
+    scoring = "layouts sample_fields benchmarks notation math_check math_worker significance"
+    for name in (*text_modules.split(), *protocols.split(), *scoring.split()):
         assert "torch" not in packages(MODULES[name]), name
 
 

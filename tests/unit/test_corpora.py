@@ -9,13 +9,16 @@ import csv
 import gzip
 import json
 import lzma
+import os
+import re
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hiexp import corpora
+from hiexp import raw_text
 from hiexp.config import ConfigError
 from hiexp.corpora import contents, parse_contents, read_file
 from hiexp.data import DataError
@@ -97,8 +100,19 @@ LAYOUTS = {
     ),
     "full pages": ('0\tA   one\n1\tB C   "two   three\n', [("0", "A", "one"), ("1", "B C", '"two   three')]),
     "kilt": (
-        lines(KILT, KILT | {"wikipedia_id": "8", "text": ["Oslo"]}),
-        [("7", "Oslo", "Oslo is a city.\nFounded in 1040.")],
+        lines(KILT, KILT | {"wikipedia_id": "8", "text": ["Oslo"]}, KILT | {"wikipedia_title": None, "text": ["x"]}),
+        [("7", "Oslo", "Oslo is a city.\nFounded in 1040."), ("7", "", "x")],
+    ),
+    "a title beside contents": (
+        lines({"id": "1", "title": "T", "contents": "body"}, {"id": "2", "title": "T", "contents": '"T"\nbody'},
+              {"id": "3", "title": "T", "contents": "one\ntwo"}, {"id": "4", "title": None, "contents": "U\nbody"}),
+        [("1", "T", "body"), ("2", "T", "body"), ("3", "T", "one\ntwo"), ("4", "U", "body")],
+    ),
+    "another heading": ("pid\tpassage\ttitle\n1\ttext one\tT\n", [("1", "T", "text one")]),
+    "a heading in another order": ("title\tdocid\tcontents\nT\t1\ttext one\n", [("1", "T", "text one")]),
+    "sentences before three spaces": (
+        "1\tOne is here.   Two.\n2\tThree is.   Four.\n",
+        [("1", "", "One is here.   Two."), ("2", "", "Three is.   Four.")],
     ),
     "hotpotqa": (lines(HOTPOT), [("q1:0", "A", "One. Two."), ("q1:1", "B", "Three (3).")]),
     "hotpotqa in columns": (json.dumps([COLUMNS]), [("q2:0", "A", "One. Two."), ("q2:1", "B", "Three.")]),
@@ -147,6 +161,44 @@ BROKEN = {
     "list cut off": ('[\n{"id": "1", "text": "x"},\n', ":3: not JSON"),
     "more behind a list": ('[{"id": "1", "text": "x"}]\n[]', ":2: not JSON (something follows"),
     "dict of numbers": ('{"T": ["x"],\n "U": 3}', ":2: expected a title with its text"),
+    "half of a pair": (lines({"id": "1", "text": "x"}) + '{"id": "2", "text": "\\ud800"}', ":2: holds half of a surr"),
+    "half of a pair in an id": ('{"id": "\\uDC00", "text": "x"}', ":1: holds half of a surrogate pair"),
+    "half of a pair in a list": ('[{"id": "1", "text": "x"},\n{"text": "\\ud800"}]', ":2: holds half of a surrogate"),
+    "half of a pair in a dict": ('{"T": "x",\n"U": "\\ud800"}', ":2: holds half of a surrogate"),
+    "deep": (lines({"id": "1", "text": "x"}) + '{"id": ' + "[" * 100000, ":2: brackets nested too deeply"),
+    "deep in a list": ('[{"id": "1", "text": "x"},\n' + "[" * 100000, ":2: brackets nested too deeply"),
+    "digits": (lines({"id": "1", "text": "x"}) + '{"id": ' + "9" * 5000 + "}", ":2: not JSON (Exceeds the limit"),
+    "digits in a list": ('[{"id": "1", "text": "x"},\n{"n": ' + "9" * 5000 + "}]", ":2: not JSON (Exceeds the limit"),
+    "columns of unequal length": (
+        lines(COLUMNS | {"context": {"title": ["A"], "sentences": [["x"], ["y"]]}}),
+        ":1: question 'q2': the columns",
+    ),
+    "columns that are none": (
+        lines(COLUMNS | {"context": {"title": 3, "sentences": None}}),
+        ":1: question 'q2': the col",
+    ),
+    "a title that is a list": (
+        lines(COLUMNS | {"context": {"title": [["A"]], "sentences": [["x"]]}}),
+        ":1: question 'q2': paragraph 0 needs",
+    ),
+    "an empty paragraph": (
+        lines(HOTPOT | {"context": [["A", ["x"]], []]}),
+        ":1: question 'q1': paragraph 1 is laid out",
+    ),
+    "a null sentence": (lines(HOTPOT | {"context": [["A", ["x", None]]]}), ":1: question 'q1': paragraph 0 needs"),
+    "a null paragraph": (lines(MUSIQUE | {"paragraphs": [None]}), ":1: question 'q3': paragraph 0 is laid out"),
+    "facts of numbers": (lines(HOTPOT | {"supporting_facts": [1]}), ":1: question 'q1': supporting_facts must be"),
+    "empty facts": (lines(HOTPOT | {"supporting_facts": [[]]}), ":1: question 'q1': supporting_facts must be"),
+    "facts without titles": (
+        lines(COLUMNS | {"supporting_facts": {"sent_id": [0]}}),
+        ":1: question 'q2': supporting_f",
+    ),
+    "a step that is a text": (lines(MORE | {"question_decomposition": ["x"]}), ":1: question 'q4': question_decomp"),
+    "steps that are a text": (lines(MORE | {"question_decomposition": "x"}), ":1: question 'q4': question_decomp"),
+    "details that are a text": (
+        lines(MORE | {"question_decomposition": [{"details": ["x"]}]}),
+        ":1: question 'q4': question_decomp",
+    ),
     "prose": ("once upon a time\n", ":1: neither JSON nor a table"),
 }
 
@@ -167,7 +219,7 @@ def test_what_is_no_corpus_at_all_is_told(tmp_path):
         (lines({"id": "1", "question": "Who?"}).encode(), "holds no passage"),
         (b"PAR1....", "is parquet"),
         (b"\x28\xb5\x2f\xfd....", "is zstd"),
-        (b'{"id": "1", "text": "\xff"}', "not UTF-8"),
+        (b'{"id": "1", "text": "\xff"}', ":1: not UTF-8"),
     ):
         path = tmp_path / "corpus"
         path.write_bytes(content)
@@ -178,10 +230,75 @@ def test_what_is_no_corpus_at_all_is_told(tmp_path):
 
 
 def test_a_list_is_streamed_whatever_its_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpora, "CHUNK", 64)  # every item is longer than what is read at once
+    monkeypatch.setattr(raw_text, "CHUNK", 64)  # every item is longer than what is read at once
     records = [{"id": str(i), "title": "\u00e9\u4e2d", "text": f'"{i}" \\' + "x" * (37 * i)} for i in range(40)]
     for text in (json.dumps(records), json.dumps(records, indent=3), json.dumps(records, ensure_ascii=False)):
         assert read(write(tmp_path, text)) == [(r["id"], r["title"], r["text"]) for r in records]
+
+
+@pytest.mark.parametrize("pack", [open, gzip.open, bz2.open])
+def test_what_is_no_utf8_is_told_with_its_line_in_a_file_of_megabytes(tmp_path, pack):
+    good = lines({"id": "1", "text": "\u00e9" * 500}).encode() * 1500
+    with pack(tmp_path / "c", "wb") as file:
+        file.write(good + b'{"id": "2", "text": "\xc3\x28"}\n')
+    with pytest.raises(DataError, match=re.escape(f"{tmp_path / 'c'}:1501: not UTF-8 text (")) as error:
+        read(tmp_path / "c")
+    assert f"byte {len(good) + 21} of the text" in str(error.value)
+
+
+@pytest.mark.parametrize("pack", [gzip.open, bz2.open, lzma.open])
+def test_damage_inside_a_packed_file_is_the_files_fault(tmp_path, pack):
+    path = tmp_path / "c"
+    with pack(path, "wb") as file:
+        file.write(lines(*({"id": str(i), "text": os.urandom(40).hex()} for i in range(10000))).encode())
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 : len(data) // 2 + 2000] = bytes(2000)
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"is damaged or cut off|not JSON|not UTF-8"):
+        read(path)
+
+
+def test_a_list_takes_time_in_proportion_to_its_length(tmp_path):
+    """Short items are the ones that a count from the beginning of each block makes slow."""
+
+    def seconds(text):
+        path = write(tmp_path, text)
+        began = time.process_time()
+        read(path)
+        return time.process_time() - began
+
+    rows = [{"id": str(i), "title": f"T{i}", "text": "x"} for i in range(20000)]
+    by_line = min(seconds(lines(*rows)) for _ in range(3))
+    assert min(seconds(json.dumps(rows, indent=0)) for _ in range(2)) < 8 * by_line
+    assert (
+        min(seconds(json.dumps({row["title"]: row["text"] for row in rows}, indent=0)) for _ in range(2)) < 8 * by_line
+    )
+
+
+@pytest.mark.parametrize("pack", [open, gzip.open, bz2.open, lzma.open])
+@pytest.mark.parametrize("layout", ["lines", "list"])
+def test_records_of_questions_are_streamed_packed_or_not(tmp_path, pack, layout, monkeypatch):
+    monkeypatch.setattr(raw_text, "CHUNK", 100)
+    records = [HOTPOT, MUSIQUE, MORE | {"note": "y" * 1000}]
+    path = tmp_path / "q"
+    with pack(path, "wt", encoding="utf-8") as file:
+        file.write(lines(*records) if layout == "lines" else json.dumps(records, indent=1))
+    monkeypatch.setattr(raw_text, "records", None)  # the reader of whole files is not asked
+    found = list(raw_text.question_records(path))
+    assert [record for _, record in found] == records and all(str(path) in where for where, _ in found)
+
+
+def test_other_containers_of_questions_are_read_as_ever_and_only_unpacked(tmp_path):
+    table = write(tmp_path, "id,question,answer\n1,Who?,x\n")
+    assert [record["question"] for _, record in raw_text.question_records(table)] == ["Who?"]
+    by_id = write(tmp_path, json.dumps({"a": {"question": "Who?", "answer": "x"}}))
+    assert [record["id"] for _, record in raw_text.question_records(by_id)] == ["a"]
+    with gzip.open(tmp_path / "p", "wt") as file:
+        file.write(by_id.read_text())
+    with pytest.raises(DataError, match="is packed, and neither"):
+        list(raw_text.question_records(tmp_path / "p"))
+    with pytest.raises(DataError, match=r":2: expected a JSON object, got int"):
+        list(raw_text.question_records(write(tmp_path, lines(HOTPOT) + "7\n")))
 
 
 titles = st.text(max_size=20).map(lambda t: "".join(t.split())).filter(lambda t: t != '"')

@@ -4,8 +4,13 @@ Must fail if a passage that supports nothing gets in, a repeated one is written 
 but dump and seed, or half a file is left behind.
 """
 
+import bz2
+import fcntl
+import gzip
 import hashlib
 import json
+import tracemalloc
+from pathlib import Path
 
 import pytest
 
@@ -136,6 +141,110 @@ def test_nothing_is_left_behind_or_overwritten(tmp_path, files):
     ):
         with pytest.raises(ConfigError, match=message):
             CorpusConfig(**vars(cfg) | changes)
+
+
+def test_two_runs_to_one_file_do_not_mix(tmp_path, files):
+    """The second is told so while the first is writing, also if it opened the file before it got its name."""
+    cfg = config(tmp_path, files)
+    expected = build_corpus(config(tmp_path, files, "alone.jsonl"))
+    part = tmp_path / "out.jsonl.part"
+    with part.open("ab") as first:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        first.write(b"mine")
+        first.flush()
+        with pytest.raises(ConfigError, match="another process is writing"):
+            build_corpus(cfg)
+        assert part.read_bytes() == b"mine" and not (tmp_path / "out.jsonl").exists()
+    assert build_corpus(cfg)["sha256"] == expected["sha256"], "what a killed run left is written anew"
+    assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "alone.jsonl").read_bytes() and not part.exists()
+
+
+def test_a_run_that_comes_just_as_the_other_ends_leaves_its_file_alone(tmp_path, files, monkeypatch):
+    cfg, flock = config(tmp_path, files), fcntl.flock
+    part, out = tmp_path / "out.jsonl.part", tmp_path / "out.jsonl"
+
+    def late(file, flags):
+        part.rename(out)  # the other process: done between our opening and our claim
+        out.write_bytes(b"whole")
+        flock(file, flags)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(ConfigError, match="another process is writing"):
+        build_corpus(cfg)
+    assert out.read_bytes() == b"whole"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_clash_of_ids_does_not_depend_on_the_draw_and_has_a_remedy(tmp_path, files, seed):
+    """Wikipedia dumps and Search-R1's corpora both count from 0."""
+    articles = write(tmp_path / "search_r1.jsonl", [{"id": "7", "title": "S", "text": "s"}])
+    changes = {"whole": (articles,), "sample": 1, "seed": seed}
+    dump = files["dump"]
+    with pytest.raises(DataError) as error:
+        build_corpus(config(tmp_path, files, **changes))
+    assert f"{dump}:9: passage id '7' is used before, with another text, in {articles}; ids=file" in str(error.value)
+    assert build_corpus(config(tmp_path, files, **changes | {"ids": "file", "sample": 0}))["passages"] == 4 + 1 + 50
+    found = {row["id"]: row["title"] for row in rows(tmp_path / "out.jsonl")}
+    assert (found["search_r1:7"], found["dump:7"]) == ("S", "D7") and "p2" in found
+
+
+def test_a_clash_within_the_dump_is_found_whatever_is_drawn(tmp_path, files):
+    more = write(tmp_path / "more.jsonl", [{"id": "3", "title": "M", "text": "m"}, {"id": "x", "text": "y"}])
+    dump = (files["dump"], more)
+    with pytest.raises(DataError, match=r"more.jsonl:1: passage id '3' is used before, .* in .*dump.tsv; ids=file"):
+        build_corpus(config(tmp_path, files, dump=dump, sample=1))
+    assert build_corpus(config(tmp_path, files, dump=dump, sample=1, ids="file"))["parts"][-2:]
+
+
+def test_a_file_that_marks_nothing_as_supporting_is_refused(tmp_path, files):
+    for text in (json.dumps({"id": "1", "text": "x"}), json.dumps({"id": "1", "question": "Who?", "answer": "x"})):
+        plain = tmp_path / "plain.jsonl"
+        plain.write_text(text + "\n")
+        with pytest.raises(ConfigError, match=r"plain.jsonl marks nothing as supporting"):
+            build_corpus(config(tmp_path, files, supporting=(files["hotpot"], str(plain))))
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize("pack", [gzip.open, bz2.open])
+def test_packed_files_of_questions_are_read(tmp_path, files, pack):
+    packed = {}
+    for name in ("hotpot", "musique", "by_id"):
+        packed[name] = str(tmp_path / f"{name}.packed")
+        with pack(packed[name], "wb") as file:
+            file.write(Path(files[name]).read_bytes())
+    build_corpus(config(tmp_path, files, "plain.jsonl"))
+    build_corpus(config(tmp_path, files | packed))
+    assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "plain.jsonl").read_bytes()
+
+
+def test_a_list_of_questions_takes_the_memory_of_one_of_them(tmp_path, files):
+    question = json.loads(Path(files["musique"]).read_text())
+    big = [question | {"id": str(i), "pad": "x" * 5000} for i in range(2000)]
+    path = tmp_path / "big.json"
+    path.write_text(json.dumps(big))
+    tracemalloc.start()
+    build_corpus(config(tmp_path, files, supporting=(str(path),), dump=()))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < path.stat().st_size
+
+
+def test_the_manifest_counts_the_texts_that_were_drawn(tmp_path, files):
+    long = tmp_path / "long.tsv"
+    long.write_text("".join(f"{i}\t{' '.join(f'w{n}' for n in range(400))} {i}\tD{i}\n" for i in range(20)))
+    manifest = build_corpus(config(tmp_path, files, supporting=(), whole=(), dump=(str(long),), sample=0))
+    assert (manifest["records"], manifest["cut"]) == (20, 20)
+    some = build_corpus(config(tmp_path, files, "some.jsonl", supporting=(), whole=(), dump=(str(long),), sample=5))
+    texts = {row["id"].split("#")[0] for row in rows(tmp_path / "some.jsonl")}
+    assert some["records"] == some["cut"] == len(texts)
+
+
+@pytest.mark.parametrize("which", ["supporting", "whole", "dump"])
+def test_what_is_wrong_with_a_source_is_not_blamed_on_the_output(tmp_path, files, which):
+    path = tmp_path / "damaged.bz2"
+    path.write_bytes(bz2.compress(Path(files["hotpot"]).read_bytes())[:20] + b"\0" * 200)
+    with pytest.raises(ConfigError, match=r"damaged.bz2 is damaged or cut off"):
+        build_corpus(config(tmp_path, files, **{which: (str(path),)}))
 
 
 def test_the_command(tmp_path, files, capsys):

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import sys
+import warnings
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -171,16 +172,16 @@ def test_missing_package_is_told_before_anything_is_loaded(minilm, monkeypatch):
 
 
 def test_fingerprint_follows_the_weights_not_the_place(minilm, tmp_path):
-    from hiexp.encoder import _folder_digest
+    from hiexp.encoder import folder_digest
 
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
         (tmp_path / name / "model.safetensors").write_bytes(b"x" * (3 << 20))
         (tmp_path / name / "README.md").write_text(name)
-    assert _folder_digest(tmp_path / "a") == _folder_digest(tmp_path / "b")
+    assert folder_digest(tmp_path / "a") == folder_digest(tmp_path / "b")
     (tmp_path / "b" / "model.safetensors").write_bytes(b"x" * ((3 << 20) - 1) + b"y")
-    assert _folder_digest(tmp_path / "a") != _folder_digest(tmp_path / "b")
+    assert folder_digest(tmp_path / "a") != folder_digest(tmp_path / "b")
 
 
 def tiny_e5(folder: Path, pooling: str = "mean", card: str = "", name: str = "", prompts: dict | None = None) -> Path:
@@ -215,7 +216,8 @@ E5_CARD = 'Each input text should start with "query: " or "passage: ", even for 
 @pytest.mark.parametrize(
     "marks",
     [
-        {"card": E5_CARD},
+        {"card": "---\nbase_model:\n- intfloat/e5base\n---\n"},
+        {"card": "---\nlanguage: en\nbase_model: [someone/x, me5-small]\n---\n"},
         {"card": "---\nmodel-index:\n- name: multilingual-e5-base\n---\n"},
         {"card": "---\nbase_model: intfloat/e5-large-v2\n---\n"},
         {"name": "intfloat/multilingual-e5-base"},
@@ -234,7 +236,7 @@ def test_B47_an_e5_model_is_known_by_its_files_and_takes_no_other_prefix(tmp_pat
 
 def test_B47_an_e5_model_that_is_pooled_otherwise_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="pools by cls; e5 models are averaged"):
-        SentenceEncoder(tiny_e5(tmp_path, "cls", E5_CARD), "e5")
+        SentenceEncoder(tiny_e5(tmp_path, "cls", name="intfloat/e5-small"), "e5")
 
 
 def test_B47_instructed_e5_models_have_a_prefix_of_their_own(tmp_path):
@@ -263,3 +265,25 @@ def test_B47_prompts_that_a_model_names_are_used_or_no_other_is(tmp_path):
 def test_other_models_are_not_taken_for_e5(tmp_path):
     folder = tiny_e5(tmp_path, card="It answers a query: who? Not like e5.", name="someone/sentence-e50")
     assert SentenceEncoder(folder).prefix == "none"
+
+
+@pytest.mark.parametrize("card", [E5_CARD, 'Unlike e5 models with "query: " and "passage: " it needs none.'])
+def test_B47_a_sentence_in_a_card_decides_nothing_and_is_told(tmp_path, card):
+    folder = tiny_e5(tmp_path, card=card)
+    with pytest.warns(UserWarning, match=r'speaks of "query: " and "passage: "'):
+        assert SentenceEncoder(folder).prefix == "none"
+
+
+@pytest.mark.parametrize("prefix", ["e5", "e5_instruct"])
+def test_B47_prefixes_of_e5_on_another_model_are_told(minilm, prefix):
+    with pytest.warns(UserWarning, match=rf"prefix={prefix}, but nothing in .* e5 model \(they name nreimers/MiniLM"):
+        SentenceEncoder(minilm, prefix)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        SentenceEncoder(minilm)
+
+
+def test_half_of_a_surrogate_pair_is_encoded_as_the_sign_for_what_is_no_character(minilm):
+    encoder = SentenceEncoder(minilm)
+    rows = encoder.encode(["a \ud800 city", "a \ufffd city", "a city"], "query")
+    np.testing.assert_array_equal(rows[0], encoder.encode(["a \ufffd city"], "query")[0])

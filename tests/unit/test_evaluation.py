@@ -2,21 +2,24 @@
 
 import json
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from hiexp.config import ConfigError
 from hiexp.data import Sample
+from hiexp.eval_config import EvalConfig
 from hiexp.evaluation import (
-    EvalConfig,
     compare_settings,
     describe_setting,
     difference,
     evaluate,
+    summarise,
     to_markdown,
     write_results,
 )
+from hiexp.records import read_attempts, write_attempts
 from hiexp.trajectory import Segment, Source, Status, Trajectory, Turn
 
 SAMPLED = EvalConfig(samples_per_question=2, greedy=False)
@@ -104,8 +107,9 @@ def test_paired_difference_is_tighter_than_two_intervals():
 def setting(**changes):
     arguments = {
         "model": "tiny", "hek": None, "protocol": "compact", "template": "question : x",
-        "corpus": "c0", "encoder": "bm25", "search": {"kind": "flat"}, "top_k": 3, "samples": [sample(0)],
-        "decoding": EvalConfig().decodings[0], "seed": 0,
+        "corpus": "c0", "encoder": "bm25", "search": {"kind": "flat"}, "pipeline": {}, "top_k": 3,
+        "samples": [sample(0)],
+        "decoding": EvalConfig().decodings()[0], "seed": 0,
         "rollout": {"top_k": 3}, "thresholds": {"case": 0.8},
     }  # fmt: skip
     return describe_setting(**(arguments | changes))
@@ -118,9 +122,10 @@ def test_B95_every_setting_is_recorded_and_differences_are_named(tmp_path):
         "corpus": {"corpus": "c1"},
         "encoder": {"encoder": "e5"},
         "search": {"search": {"kind": "ivf", "breadth": 16}},
+        "pipeline": {"pipeline": {"iterations": 2}},
         "top_k": {"top_k": 5},
         "questions": {"samples": [sample(0), sample(1)]},
-        "decoding": {"decoding": SAMPLED.decodings[0]},
+        "decoding": {"decoding": SAMPLED.decodings()[0]},
         "rollout": {"rollout": {"top_k": 3, "strategy_level": 3}},
         "thresholds": {"thresholds": {"case": 0.9}},
     }
@@ -141,19 +146,36 @@ def test_B95_every_setting_is_recorded_and_differences_are_named(tmp_path):
 def test_written_results_hold_settings_scores_and_every_sample(tmp_path):
     samples = [sample(0), sample(1, "compare | odd")]
     result = evaluate([attempt(0, "gold 0"), attempt(1, "n\u00e9e <b>")], samples, EvalConfig())
+    about = {"benchmark": "hotpotqa", "method": "agent"}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        write_results(tmp_path, {"base": result, "base/hek": result}, {"base": setting(), "base/hek": setting()})
-    whole = json.loads((tmp_path / "evaluation.json").read_text())
+        two = {"base": setting(), "base/hek": setting()}
+        write_results(tmp_path, {"base": result, "base/hek": result}, two, dict.fromkeys(two, about))
+        other = {"a": about, "b": about | {"method": "ircot"}}
+        write_results(tmp_path / "x", {"a": result, "b": result}, {"a": setting(), "b": setting(top_k=5)}, other)
+    whole = json.loads((tmp_path / "evaluation.json").read_text())["arms"]
     assert whole["base"]["setting"]["scorer"] and whole["base"]["overall"]["scores"]["em"]["mean"] == 0.5
-    lines = [json.loads(line) for line in (tmp_path / "samples_base_hek.jsonl").read_text().splitlines()]
-    assert [(r["id"], r["prediction"], r["scores"]["em"]) for r in lines] == [
-        ("q0", "gold 0", 1),
-        ("q1", "n\u00e9e <b>", 0),
-    ]
-    assert {"member", "answers", "status", "searches"} <= set(lines[0])
+    assert whole["base"]["benchmark"] == "hotpotqa" and "attempts" not in whole["base"]
+    write_attempts(tmp_path / "samples.jsonl", result.attempts)
+    lines = read_attempts(tmp_path / "samples.jsonl")
+    assert lines == list(result.attempts)
+    assert [(r.id, r.prediction, r.scores["em"]) for r in lines] == [("q0", "gold 0", 1), ("q1", "n\u00e9e <b>", 0)]
     with pytest.warns(UserWarning, match="cannot be compared: top_k: 3 versus 5"):
-        write_results(tmp_path, {"a": result, "b": result}, {"a": setting(), "b": setting(top_k=5)})
+        both = {"a": setting(), "b": setting(top_k=5)}
+        write_results(tmp_path, {"a": result, "b": result}, both, {"a": about, "b": about})
+
+
+def test_a_score_that_a_judge_did_not_give_is_left_out_and_counted():
+    samples = [sample(0), sample(1)]
+    result = evaluate([attempt(0, "gold 0"), attempt(1, "x")], samples, EvalConfig())
+    first, second = result.attempts
+    judged = [replace(first, scores=first.scores | {"lasj": 0.8}), second]
+    overall = summarise(judged, samples, EvalConfig()).overall
+    assert overall.scores["lasj"].mean == 0.8 and overall.num_scored == {"lasj": 1} | dict.fromkeys(first.scores, 2)
+    with pytest.raises(ValueError, match="order"):
+        summarise(judged[::-1], samples, EvalConfig())
+    with pytest.raises(ValueError, match="no question has the score lasj"):
+        difference(judged[1:], judged[1:], "lasj")
 
 
 def test_markdown_tables_are_rectangular_and_in_percent():
@@ -177,5 +199,5 @@ def test_bad_settings_are_told_in_one_line():
     ]:
         with pytest.raises(ConfigError, match=message):
             EvalConfig(**changes)
-    assert [d.name for d in EvalConfig(samples_per_question=4).decodings] == ["greedy", "sampled"]
-    assert EvalConfig().decodings[0].temperature == 0 and SAMPLED.decodings[0].top_p == 0.95
+    assert [d.name for d in EvalConfig(samples_per_question=4).decodings()] == ["greedy", "sampled"]
+    assert EvalConfig().decodings()[0].temperature == 0 and SAMPLED.decodings()[0].top_p == 0.95

@@ -75,8 +75,13 @@ def test_B43_a_lesson_cannot_end_its_block_or_act(byte_tokenizer, name):
     call = {
         "qwen_tool": '<tool_call>{"name": "search", "arguments": {"query": "q"}}</tool_call>',
         "search_o1": "<|begin_search_query|>q<|end_search_query|>",
+        "r1_searcher": "<|begin_of_query|>q<|end_of_query|>",
+        "r1_searcher_chat": "<|begin_of_query|>q<|end_of_query|>",
+        "deepresearcher": '<tool_call>{"name": "web_search", "arguments": {"query": ["q"]}}</tool_call>',
     }.get(name, CALL)
-    finish = "\\boxed{Oslo}" if protocol.stop and len(protocol.stop) == 1 else "<answer>Oslo</answer>"
+    finish = "<answer>Oslo</answer>" if "</answer>" in protocol.stop else "\\boxed{Oslo}"
+    if name.startswith("research"):
+        finish = f"<answer>{finish}</answer>"
 
     def play(text):
         entries = [entry(1, text, text), entry(2, f"{text}, too", text, level=2)]  # no text is shown twice

@@ -7,11 +7,12 @@ import re
 import pytest
 
 from hiexp.config import ConfigError
-from hiexp.protocols import PROTOCOLS, Action, neutralise
+from hiexp.protocols import PROTOCOLS, Action, TagProtocol, neutralise
 from hiexp.trajectory import Document, Source
 
 SEARCHING = ("qwen_tool", "search_o1", "search_r1", "few_shot", "compact")
 TAGGED = ("search_r1", "few_shot", "few_shot_direct", "compact")
+OWN = sorted(name for name, protocol in PROTOCOLS.items() if isinstance(protocol, TagProtocol))
 
 
 def written(name: str, query: str) -> str:
@@ -69,7 +70,7 @@ def test_B04_missing_closing_tag_is_no_answer(name):
     assert action("direct", "\\boxed{Lis") == ("malformed", "")
 
 
-@pytest.mark.parametrize("name", sorted(PROTOCOLS))
+@pytest.mark.parametrize("name", OWN)
 def test_B06_empty_turns_and_empty_answers(name):
     assert action(name, "") == ("malformed", "")
     empty = "<answer>  </answer>" if name in TAGGED else "\\boxed{ }"

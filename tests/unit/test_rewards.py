@@ -31,6 +31,37 @@ def test_f1_where_positive_else_floor_else_zero():
     np.testing.assert_allclose(got.numpy(), [[0.8, 1.0, 0.1, 0.0]], rtol=1e-6)
 
 
+def test_a_judge_is_asked_once_for_all_answers_and_its_grade_is_the_reward():
+    asked = []
+
+    def judge(items):
+        asked.append(items)
+        return [0.6, 0.8, 0.0]
+
+    attempts = [attempt("Oslo"), attempt(" "), attempt("Bergen"), attempt("x", Status.TRUNCATED), attempt("Bern")]
+
+    def rewards(**settings):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return score(attempts, [OSLO], RewardConfig(metric="judge", **settings), 5, judge=judge).tolist()
+
+    assert rewards() == [pytest.approx([0.6, 0.0, 0.8, 0.0, 0.1])]
+    assert asked == [[(OSLO.question, OSLO.answers, answer) for answer in ("Oslo", "Bergen", "Bern")]]
+    assert rewards(judged="right", format_floor=0.0) == [[0.0, 0.0, 1.0, 0.0, 0.0]]
+    with pytest.raises(ConfigError, match=r"judge\.first\.model"):
+        rewards_of(attempt("Oslo"), cfg=RewardConfig(metric="judge"))
+    with pytest.raises(ConfigError, match="judged="):
+        RewardConfig(judged="maybe")
+
+
+def test_math_is_a_reward():
+    pytest.importorskip("math_verify")
+    half = Sample("q1", "one half ?", (r"\frac{1}{2}",))
+    cfg = RewardConfig(metric="math", format_floor=0.0)
+    got = score([attempt("0.5"), attempt("2"), attempt(r"\boxed{\frac{2}{4}}")], [half], cfg, 3)
+    assert got.tolist() == [[1.0, 0.0, 1.0]]
+
+
 def test_each_trajectory_keeps_its_reward():
     right, wrong = attempt("Oslo"), attempt("Bern")
     rewards_of(right, wrong, cfg=RewardConfig(metric="em", format_floor=0.0))

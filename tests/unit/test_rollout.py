@@ -2,6 +2,7 @@
 budget, policy text encoded again, notices not counted, cases repeated, search called row by row."""
 
 import json
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -399,6 +400,74 @@ def test_flags_belong_to_questions_wherever_a_rank_begins(byte_tokenizer):
     assert [(t.token_ids, t.hek_version) for t in part] == [(t.token_ids, t.hek_version) for t in whole[2:]]
     with pytest.raises(ValueError):
         hinted_run(byte_tokenizer, [True], samples)
+
+
+def test_positions_give_any_part_the_seeds_it_has_in_the_whole(byte_tokenizer):
+    samples = [Sample(f"q{i}", f"who is it {i} ?", ("x",)) for i in range(6)]
+
+    def seeds(chosen, **places):
+        def turns(key, prompt_ids):
+            return ANSWER if sum(prompt_ids) % 3 == 0 else query(f"alpha {len(prompt_ids)}")
+
+        engine = ScriptedEngine(byte_tokenizer, turns)
+        cfg = RolloutConfig(group_size=2, protocol="compact", max_turns=4)
+        parts = (engine, byte_tokenizer, COMPACT, ToySearch(), HEK.empty(), chosen, cfg, 3)
+        rows = run_rollouts(*parts, **places)
+        assert sorted(engine.forgotten) == sorted({key for key, *_ in engine.requests})
+        return [t.to_json() for t in rows], {
+            (key, len(ids)): sampling.seed for key, ids, _, sampling in engine.requests
+        }
+
+    whole, asked = seeds(samples, first=10)
+    for kept in ([4], [1, 3, 4], [5, 0, 2], list(range(6))):
+        rows, part = seeds([samples[i] for i in kept], positions=[10 + i for i in kept])
+        assert rows == [whole[2 * i + member] for i in kept for member in (0, 1)]
+        assert part == {key: seed for key, seed in asked.items() if key[0][0] - 10 in kept}
+    assert seeds([], positions=[]) == ([], {})
+    for wrong in ([1], [1, 1], [1, 2, 3]):
+        with pytest.raises(ValueError, match="2 samples need as many different positions"):
+            seeds(samples[:2], positions=wrong)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_done_gets_each_trajectory_once_as_it_ends(byte_tokenizer, streams):
+    samples = [Sample(f"q{i}", "who ?", ("x",)) for i in range(4)]
+    last = {key: key[0] + key[1] for key in ((i, m) for i in range(4) for m in range(2))}
+    played, ended, threads = {}, [], set()
+
+    def turns(key, prompt_ids):
+        played[key] = played.get(key, -1) + 1
+        return ANSWER if played[key] == last[key] else query(f"{key} {played[key]}")
+
+    def done(trajectory):
+        threads.add(threading.get_ident())
+        ended.append((trajectory.sample_id, trajectory.member, trajectory.status, len(trajectory.turns)))
+
+    engine = ScriptedEngine(byte_tokenizer, turns, pick=(lambda keys: keys[:3]) if streams else None)
+    cfg = RolloutConfig(group_size=2, protocol="compact", max_turns=3)
+    parts = (engine, byte_tokenizer, COMPACT, ToySearch(), HEK.empty(), samples, cfg, 0)
+    counted = []
+    rows = run_rollouts(*parts, counted.append, done=done)
+    wanted = [(t.sample_id, t.member, t.status, len(t.turns)) for t in rows]
+    assert sorted(map(str, ended)) == sorted(map(str, wanted)) and sum(counted) == 8
+    assert threads == {threading.get_ident()} and {status for _, _, status, _ in ended} == {
+        Status.ANSWERED,
+        Status.OUT_OF_TURNS,
+    }
+    if not streams:
+        assert ended == sorted(wanted, key=lambda end: end[3]), "as they end: fewer turns first"
+
+
+def test_what_done_raises_ends_the_run_and_frees_the_engine(scripted_engine, byte_tokenizer):
+    engine = scripted_engine([query("a"), ANSWER])
+    parts = (engine, byte_tokenizer, COMPACT, ToySearch(), HEK.empty(), [WHO], RolloutConfig(group_size=1), 0)
+
+    def full(trajectory):
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        run_rollouts(*parts, done=full)
+    assert engine.forgotten == [(0, 0)]
 
 
 def test_case_key_can_hold_the_question(scripted_engine):

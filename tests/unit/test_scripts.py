@@ -13,49 +13,17 @@ import build_hek
 import evaluate
 import train
 from hiexp.assemble import Config, load_models
-from hiexp.checkpoint import save_policy
 from hiexp.config import ConfigError, load
-from hiexp.data import write_samples
-from hiexp.encoder import TfidfEncoder
-from hiexp.experience import Experience
-from hiexp.hek import HEK
-from hiexp.lab_policy import build_model, build_tokenizer
-from hiexp.lab_world import build_world, questions
 from hiexp.tracking import read_metrics, read_trajectories
 from hiexp.trajectory import Source
+from tests.untrained import untrained_lab
 
 
 @pytest.fixture
 def settings(tmp_path, monkeypatch):
     """Command line for a random policy in a real world, with one pattern that fits everything."""
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    world = build_world(0)
-    for name, samples in questions(world, {"train": 1, "test": 1}, 0).items():
-        write_samples(tmp_path / f"{name}.jsonl", samples)
-    lines = [json.dumps({"id": key, "title": d.title, "text": d.text}) + "\n" for key, d in world.passages()]
-    (tmp_path / "corpus.jsonl").write_text("".join(lines))
-    tokenizer = build_tokenizer()
-    save_policy(build_model(tokenizer, 0), tokenizer, tmp_path / "model")
-    encoder = TfidfEncoder.fit(["who is which the of was in"])
-    encoder.save(tmp_path / "encoder.json")
-    HEK([Experience("E2-0", 2, "pattern", "who which", "label", qa_groups=(("x", "?"),))], encoder).save(
-        tmp_path / "hek"
-    )
-    return [
-        "configs/lab.yaml",
-        f"model.path={tmp_path / 'model'}",
-        f"data.train={tmp_path / 'train.jsonl'}",
-        f"data.test={tmp_path / 'test.jsonl'}",
-        f"encoder.path={tmp_path / 'encoder.json'}",
-        f"search.corpus=[{tmp_path / 'corpus.jsonl'}]",
-        f"hek.path={tmp_path / 'hek'}",
-        "hek.strategy_threshold=-1",
-        "rollout.max_turn_tokens=8",
-        "rollout.group_size=2",
-        "train.prompts_per_step=6",
-        "train.dev_every=0",
-        "train.show_every=1",
-    ]
+    return untrained_lab(tmp_path)
 
 
 def run(main, settings, *more):
@@ -110,7 +78,7 @@ def test_evaluation_arms_have_the_store_and_decoding_of_their_names(settings, tm
         assert greedy != sampled
         found = sources(tmp_path / "one" / f"trajectories_{store}_greedy.jsonl")
         assert (Source.EXPERIENCE in found) == (store == "hek_on")
-    settings_of = json.loads((tmp_path / "one/evaluation.json").read_text())
+    settings_of = json.loads((tmp_path / "one/evaluation.json").read_text())["arms"]
     assert settings_of["hek_off_greedy"]["setting"]["hek"] == "none" != settings_of["hek_on_greedy"]["setting"]["hek"]
 
 

@@ -247,8 +247,15 @@ def test_an_evaluation_states_what_was_searched(tmp_path):
     build_index(made, HashEncoder())
     hnsw = {"backend": "dense", "corpus": digest, "kind": "hnsw", "storage": "float16", "breadth": 48}
     assert describe("dense", index=made.out) == hnsw
-    reranked = {"breadth": 99, "rerank": "cross", "rerank_depth": 20}
-    assert describe("dense", index=made.out, breadth=99, rerank="/x/cross", rerank_depth=20) == hnsw | reranked
+    for name in ("one", "two"):
+        (tmp_path / name / "cross").mkdir(parents=True)
+        (tmp_path / name / "cross" / "model.safetensors").write_text(name)
+    one, two = (
+        describe("dense", index=made.out, breadth=99, rerank=str(tmp_path / name / "cross"), rerank_depth=20)
+        for name in ("one", "two")
+    )
+    assert one["rerank"].startswith("cross:") and one["rerank"] != two["rerank"], "weights, not the folder's name"
+    assert one | {"rerank": ""} == hnsw | {"breadth": 99, "rerank": "", "rerank_depth": 20}
     assert search.describe_search(SearchConfig("none")) == {"backend": "none", "corpus": "none"}
     web = search.describe_search(SearchConfig("tavily", tavily=TavilyConfig(cache="/x/web", replay=True, topic="news")))
     assert web["corpus"] == "web, recorded in web" and web["web"]["topic"] == "news"

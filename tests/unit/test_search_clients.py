@@ -335,6 +335,24 @@ def test_it_is_a_backend_with_documented_settings():
         client("http://127.0.0.1:1").search(["a"], 0)
 
 
+def test_half_of_a_surrogate_pair_is_no_obstacle():
+    odd = {"result": [[{"id": "i\ud800", "contents": "T \udfff\nx \ud800"}, {"title": "\ud900", "text": "y"}]]}
+    with serving(lambda body, number: odd) as server:
+        (row,) = client(server.url).search_scored(["a \ud800"], 2)
+        assert server.bodies[0]["queries"] == ["a \ufffd"]
+        assert [(one.id, one.document) for one in row[:1]] == [("i\ufffd", Document("T \ufffd", "x \ufffd"))]
+        assert row[1].document == Document("\ufffd", "y")
+
+
+def test_an_empty_passage_is_none_and_nothing_but_empty_ones_is_a_failure():
+    some = {"result": [[{"contents": ""}, {"contents": "T\nx"}, {"title": " ", "text": " "}]]}
+    with serving(lambda body, number: some) as server:
+        assert client(server.url).search(["a"], 3) == [[Document("T", "x")]]
+    none = serving(lambda body, number: {"result": [[{"contents": ""}, {"contents": " \n "}]]})
+    with none as server, pytest.raises(ConfigError, match="all 2 results of a query are empty"):
+        client(server.url, max_retries=0).search(["a"], 3)
+
+
 def test_what_servers_search_is_known_where_they_say_it():
     facts = {"status": "ok", "corpus": "abc", "passages": 3, "kind": "ivf", "breadth": 16}
     describe = lambda *urls: describe_search(SearchConfig("http", http=HttpConfig(urls, timeout=5.0)))  # noqa: E731

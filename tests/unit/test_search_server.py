@@ -14,6 +14,7 @@ import time
 import pytest
 
 from hiexp.config import ConfigError
+from hiexp.encoder import HashEncoder
 from hiexp.search import BM25Search
 from hiexp.search_server import ServeConfig, build_app, listen, main, serve
 from hiexp.search_types import ScoredDocument, ScoredSearch, SearchConfig
@@ -70,6 +71,10 @@ def test_an_answer():
         ("/retrieve", {"queries": ["a"], "topk": 9}, 422, "from 1 to 8", {"max_top_k": 8}),
         ("/retrieve", {"queries": ["a" * (1 << 20)]}, 413, "more than 1 MB", {"max_megabytes": 1}),
         ("/search", {"path": "/etc/passwd"}, 422, "'path'", {}),
+        ("/retrieve", '{"queries": ["a \\ud800"]}', 422, "half of a surrogate pair", {}),
+        ("/nowhere", {"queries": ["a"]}, 404, "there are POST /retrieve, /search", {}),
+        ("/retrieve/", {"queries": ["a"]}, 404, "there are POST /retrieve, /search", {}),
+        ("/health", {}, 405, "Method Not Allowed", {}),
     ],
     ids=lambda value: str(value)[:20],
 )
@@ -178,7 +183,9 @@ def test_a_token_is_asked_for(monkeypatch):
     body, changes = {"queries": ["Oslo"]}, {"token_env": "SEARCH_TOKEN"}
     assert post("/retrieve", body, **changes)[0] == 401
     assert post("/retrieve", body, {"Authorization": "Bearer wrong"}, **changes)[0] == 401
-    assert post("/retrieve", body, {"Authorization": "Bearer right-canary-token"}, **changes)[0] == 200
+    assert post("/retrieve", body, {"Authorization": "right-canary-token"}, **changes)[0] == 401
+    for scheme in ("Bearer", "bearer"):
+        assert post("/retrieve", body, {"Authorization": f"{scheme} right-canary-token"}, **changes)[0] == 200
 
     async def scene(http):
         return (await http.get("/health")).status_code, (await http.get("/metrics")).status_code
@@ -187,6 +194,31 @@ def test_a_token_is_asked_for(monkeypatch):
     monkeypatch.delenv("SEARCH_TOKEN")
     with pytest.raises(ConfigError, match="token_env=SEARCH_TOKEN: that environment variable is not set"):
         build_app(ServeConfig(**changes), BM25)
+
+
+def test_B95_servers_with_other_encoders_say_so():
+    """Both serve the same corpus, and rank it differently."""
+
+    async def scene(http):
+        return (await http.get("/health")).json()
+
+    said = []
+    for encoder in (HashEncoder(64), HashEncoder(32)):
+        app = build_app(ServeConfig(search=SearchConfig("dense")), BM25, encoder)
+
+        async def run(app=app):
+            async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://t") as http:
+                return await scene(http)
+
+        said.append(asyncio.run(run()))
+    one, two = said
+    assert (one["encoder"], two["encoder"]) == ("hash:none:64", "hash:none:32")
+    assert {name for name in one if one[name] != two[name]} == {"encoder"}
+
+
+def test_a_null_flag_does_not_hide_the_other():
+    status, said = post("/search", {"query": "Oslo", "top_n": 1, "return_scores": None, "return_score": True})
+    assert status == 200 and len(said) == 2 and said[1][0] > 0
 
 
 def test_health_and_metrics_count():
@@ -211,6 +243,8 @@ def test_health_and_metrics_count():
         (["top_k=200"], "top_k=200 is above max_top_k=100"),
         (["timeout=0"], "timeout=0"),
         (["batch=0"], "batch=0"),
+        (["token_env=TOK"], "token_env must be the NAME of an environment variable that ends in"),
+        (["host=nowhere.invalid", "port=0"], "host=nowhere.invalid port=0: "),
         (["search.corpus=[/nowhere.jsonl]", "port=0"], "nowhere.jsonl"),
         (["search.backend=dense", "search.corpus=[x]", "encoder.path=/nowhere", "port=0"], "nowhere"),
     ],
@@ -218,7 +252,7 @@ def test_health_and_metrics_count():
 def test_settings_that_cannot_work_are_told_in_one_line(words, told, capsys):
     assert main(words) == 2
     said = capsys.readouterr().err
-    assert told in said or "serving needs" in said
+    assert (told in said or "serving needs" in said) and "Unknown error" not in said
     assert len(said.strip().splitlines()) == 1
 
 

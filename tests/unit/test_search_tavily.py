@@ -8,6 +8,7 @@ or the key shows.
 import json
 import os
 import sys
+import time
 import types
 import warnings
 from datetime import date, timedelta
@@ -15,7 +16,7 @@ from datetime import date, timedelta
 import pytest
 from search_double import serving
 
-from hiexp import http_calls, search_tavily
+from hiexp import http_calls
 from hiexp.config import ConfigError
 from hiexp.search import open_search
 from hiexp.search_cache import CachedSearch
@@ -229,9 +230,17 @@ def test_the_cap_is_never_passed(tmp_path):
         assert search.search(["a"], 1) == expected(["a"]), "what is in the cache costs nothing"
 
 
+def test_half_of_a_surrogate_pair_is_no_obstacle():
+    odd = {"results": [page("a", title="T \ud800", content="x \udfff y", url="https://x/\ud900")]}
+    with serving(lambda body, number: odd) as server:
+        (row,) = tavily(server).search_scored(["a \ud800"], 1)
+        assert server.bodies[0]["query"] == "a \ufffd"
+        assert (row[0].id, row[0].document) == ("https://x/\ufffd", Document("T \ufffd", "x \ufffd y"))
+
+
 def test_queries_are_under_way_at_once_but_not_too_many():
     def slow(body, number):
-        search_tavily.time.sleep(0.05)
+        time.sleep(0.05)
         return answer(body)
 
     with serving(slow) as server:

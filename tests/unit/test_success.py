@@ -4,7 +4,8 @@ import pytest
 import sympy
 
 from hiexp.data import Sample
-from hiexp.success import equals, is_success
+from hiexp.notation import equals
+from hiexp.success import is_success
 from hiexp.trajectory import Status, Trajectory
 
 VALUES = [
@@ -50,6 +51,10 @@ def test_numbers_are_equal_by_value_alone(answer, gold):
         ("about 12", "12", False),
         ("1/0", "1/0", True),
         ("", "", False),
+        ("0", "0", True),
+        ("0.0", r"\boxed{0}", True),
+        ("9" * 5000, "9" * 5000, True),
+        (r"\$18", "18", True),
         ("\\text{Evelyn}", "evelyn", True),
         ("2^{10}", "2^10", True),
     ],
