@@ -224,6 +224,11 @@ def shared_questions(samples: Sequence[Sample], others: Sequence[Sample]) -> lis
     return [sample.id for sample in samples if _words(sample.question) in known]
 
 
+def is_row_number(sample_id: str) -> bool:
+    """Whether an id only counts (7, row-7, dev_7), as the ids of many sets do: it says nothing across files."""
+    return bool(re.fullmatch(r"(?:(?:row|train|dev|test|val|validation)[-_])?\d+", sample_id))
+
+
 def golds_in_questions(samples: Sequence[Sample]) -> list[str]:
     """Ids of samples whose question holds a gold answer (whole words, yes/no aside): leaked, or "A or B?"."""
 

@@ -218,7 +218,7 @@ def require_unit(rows: np.ndarray) -> None:
 
 
 def _dense(vectorizer: Any, texts: Sequence[str]) -> np.ndarray:
-    return unit_rows(vectorizer.transform(texts).toarray())
+    return unit_rows(vectorizer.transform(map(mended, texts)).toarray())
 
 
 def _sentence_transformer(folder: Path) -> Any:

@@ -31,7 +31,7 @@ from hiexp.acceptance import (
     pick,
 )
 from hiexp.config import ConfigError
-from hiexp.data import Sample, shared_questions
+from hiexp.data import Sample, is_row_number, shared_questions
 from hiexp.effects import Outlook
 from hiexp.encoder import Encoder, require_unit
 from hiexp.experience import LEVELS, Asked, Experience, check_lineage, read_asked, read_store, write_store
@@ -367,7 +367,7 @@ def refuse_evaluation_questions(hek: HEK, samples: Sequence[Sample]) -> None:
     """ConfigError if an entry stems from one of `samples`, or its rewards are kept; by id or by its words."""
     sources = {pair for entry in hek.by_id.values() for pair in entry.qa_groups}
     sources |= {(asked.id, asked.question) for asked in hek.asked}
-    ids = {sample_id for sample_id, _ in sources}
+    ids = {sample_id for sample_id, _ in sources if not is_row_number(sample_id)}
     same_words = set(shared_questions(samples, [Sample(sample_id, text, ()) for sample_id, text in sorted(sources)]))
     if seen := [sample for sample in samples if sample.id in ids or sample.id in same_words]:
         first = seen[0]

@@ -13,6 +13,7 @@ import numpy as np
 
 from hiexp.config import ConfigError
 from hiexp.encoder import Encoder, unit_rows
+from hiexp.raw_text import mended
 from hiexp.search_cache import counters
 from hiexp.search_types import ScoredDocument, ScoredSearch, check_top_k
 from hiexp.trajectory import Document
@@ -151,7 +152,9 @@ class Reranked(ScoredSearch):
         """Scores are the cross-encoder's; equal ones keep the order of the other backend."""
         rows = self.backend.search_scored(queries, max(top_k, self.depth))
         pairs = [
-            (query, searched_text(found.document)) for query, row in zip(queries, rows, strict=True) for found in row
+            (mended(query), mended(searched_text(found.document)))
+            for query, row in zip(queries, rows, strict=True)
+            for found in row
         ]
         scores = iter(self.score(pairs).tolist() if pairs else [])
         anew = [[ScoredDocument(found.id, next(scores), found.document) for found in row] for row in rows]

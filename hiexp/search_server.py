@@ -286,8 +286,8 @@ def listen(cfg: ServeConfig) -> socket.socket:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     except OSError as error:
-        is_name = isinstance(error, socket.gaierror) or not error.errno
-        reason = str(error.strerror or error) if is_name else os.strerror(error.errno)
+        number = error.errno or 0  # below 0 where a name has no address: then strerror() knows nothing of it
+        reason = os.strerror(number) if number > 0 else str(error.strerror or error).split(" (while")[0]
         raise ConfigError(f"host={cfg.host} port={cfg.port}: {reason}; choose another port, or 0 for any") from None
 
 

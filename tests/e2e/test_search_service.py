@@ -22,6 +22,7 @@ import pytest
 from hiexp import http_calls
 from hiexp.config import ConfigError
 from hiexp.data import Sample
+from hiexp.encoder import TfidfEncoder
 from hiexp.hek import HEK
 from hiexp.protocols import PROTOCOLS
 from hiexp.rollout import RolloutConfig, run_rollouts
@@ -184,6 +185,20 @@ def test_health_names_the_corpus(url, corpus):
     asked = SearchConfig("http", http=HttpConfig((url,)))
     said = {"backend": "http", "corpus": facts["corpus"], "server": {"backend": "bm25", "passages": 4000}}
     assert describe_search(asked) == said, "an evaluation over HTTP states what was searched"
+
+
+@pytest.mark.slow
+def test_B95_servers_with_other_encoders_are_not_taken_for_one(corpus, tmp_path):
+    """The same corpus, other vectors: which of them is asked decides what is found."""
+    TfidfEncoder.fit(WORDS).save(tmp_path / "tfidf.json")
+    one = ("port=0", "search.backend=dense", "encoder.kind=hash")
+    two = (*one[:2], "encoder.kind=tfidf", f"encoder.path={tmp_path / 'tfidf.json'}")
+    with served(corpus, *one) as (_, first), served(corpus, *two) as (_, second):
+        facts = [describe_search(SearchConfig("http", http=HttpConfig((address,)))) for address in (first, second)]
+        assert [fact["server"]["encoder"].split(":")[0] for fact in facts] == ["hash", "tfidf"]
+        assert facts[0]["corpus"] == facts[1]["corpus"]
+        with pytest.raises(ConfigError, match="serve different things"):
+            describe_search(SearchConfig("http", http=HttpConfig((first, second))))
 
 
 def test_a_null_or_missing_number_is_the_servers_own(url):

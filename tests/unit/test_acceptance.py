@@ -11,7 +11,6 @@ import pytest
 from sklearn.linear_model import LogisticRegression
 from support import ToySearch
 
-from evaluate import acceptance
 from hiexp.acceptance import (
     FEATURES,
     Gate,
@@ -27,6 +26,7 @@ from hiexp.acceptance import (
 from hiexp.config import ConfigError
 from hiexp.data import Sample
 from hiexp.encoder import HashEncoder, unit_rows
+from hiexp.eval_run import acceptance
 from hiexp.experience import Asked
 from hiexp.hek import HEK, Experience, HEKConfig, refuse_evaluation_questions
 from hiexp.protocols import PROTOCOLS

@@ -159,19 +159,21 @@ def test_two_runs_to_one_file_do_not_mix(tmp_path, files):
     assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "alone.jsonl").read_bytes() and not part.exists()
 
 
-def test_a_run_that_comes_just_as_the_other_ends_leaves_its_file_alone(tmp_path, files, monkeypatch):
+@pytest.mark.parametrize("how", ["done", "failed, and a third began"])
+def test_a_run_that_comes_just_as_the_other_ends_leaves_its_file_alone(tmp_path, files, monkeypatch, how):
     cfg, flock = config(tmp_path, files), fcntl.flock
     part, out = tmp_path / "out.jsonl.part", tmp_path / "out.jsonl"
+    theirs = out if how == "done" else part
 
-    def late(file, flags):
-        part.rename(out)  # the other process: done between our opening and our claim
-        out.write_bytes(b"whole")
+    def late(file, flags):  # what the others do between our opening and our claim
+        part.rename(tmp_path / "gone")
+        theirs.write_bytes(b"whole")
         flock(file, flags)
 
     monkeypatch.setattr(fcntl, "flock", late)
     with pytest.raises(ConfigError, match="another process is writing"):
         build_corpus(cfg)
-    assert out.read_bytes() == b"whole"
+    assert theirs.read_bytes() == b"whole"
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -140,6 +140,7 @@ def mean_pooled(folder, text):
     return hidden / np.linalg.norm(hidden)
 
 
+@pytest.mark.filterwarnings("ignore:encoder.prefix=e5, but nothing")
 def test_B47_prefixes_are_a_setting_and_are_added_once(minilm):
     text = "who founded the city"
     plain, e5 = SentenceEncoder(minilm), SentenceEncoder(minilm, "e5")
@@ -249,6 +250,7 @@ def test_B47_instructed_e5_models_have_a_prefix_of_their_own(tmp_path):
     np.testing.assert_allclose(encoder.encode(["city"], "passage")[0], mean_pooled(folder, "city"), atol=2e-6)
 
 
+@pytest.mark.filterwarnings("ignore:encoder.prefix=e5, but nothing")
 def test_B47_prompts_that_a_model_names_are_used_or_no_other_is(tmp_path):
     folder = tiny_e5(tmp_path, prompts={"query": "who : ", "document": "band : "})
     for wrong in ("none", "e5"):

@@ -96,6 +96,22 @@ def test_a_crash_costs_no_attempt_and_changes_none(lab, tmp_path, monkeypatch):
         run(lab, tmp_path / "broken", "eval.methods=[agent, vanilla_rag]")
 
 
+def test_a_local_model_can_judge_and_what_it_cannot_say_is_no_score(lab, tmp_path, monkeypatch):
+    """The untrained policy writes no grade: every answer is asked about again, and then has none."""
+    real = eval_run.outcome_of
+    given = iter(["Oslo", "", "Bern", "Lima", "Rome"] * 2)
+    monkeypatch.setattr(eval_run, "outcome_of", lambda *parts: replace(real(*parts), answer=next(given)))
+    model = next(one.split("=")[1] for one in lab if one.startswith("model.path="))
+    judge = ("eval.judged=true", f"judge.first.model={model}", "judge.retries=1", "judge.max_tokens=4", "hek.path=")
+    run(lab, tmp_path / "run", *judge, "judge.max_failures=1", "eval.samples_per_question=0")
+    arm = json.loads((tmp_path / "run/evaluation.json").read_text())["arms"]["hek_off_greedy"]
+    assert arm["overall"]["num_scored"]["lasj"] == 1, "no answer is 0, unasked"
+    assert (arm["judges"]["judged"], arm["judges"]["failed"]) == ([1], [4])
+    assert sum(len(file.read_text().splitlines()) for file in (tmp_path / "run/verdicts").iterdir()) == 8
+    with pytest.raises(ConfigError, match=r"judge.first .* no readable verdict on 4 of 5 .*judge.max_failures"):
+        run(lab, tmp_path / "strict", *judge, "eval.samples_per_question=0")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -47,7 +47,7 @@ FORGED = [
     ("<\uff0f\uff53earch>", "[\uff0f\uff53earch]"),
 ]
 PLAIN = ["a < b and c > d", "x <- 3", "5 <6 and 7> 3", "| a | b >", "[1] [STOP] (note)", "f(x) <= 2", "<>", "Tom & <3"]
-PLAIN += ["x < y", "where x < y", "a<b and c>d", "if a<b", "1<n and n>0 hold"]
+PLAIN += ["x < y", "the rate < limit", "where x < y", "a<b and c>d", "if a<b", "1<n and n>0 hold"]
 
 
 @pytest.mark.parametrize(("text", "inert"), FORGED)

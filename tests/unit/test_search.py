@@ -13,6 +13,7 @@ from hiexp.config import ConfigError
 from hiexp.encoder import HashEncoder
 from hiexp.indexes import build_index
 from hiexp.passages import read_corpus
+from hiexp.rankers import Reranked
 from hiexp.search import BM25Search, DenseSearch, NoSearch, open_search
 from hiexp.search_remote_config import TavilyConfig
 from hiexp.search_types import IndexConfig, SearchConfig
@@ -234,6 +235,20 @@ def test_bm25_does_not_depend_on_the_hash_seed_and_prints_nothing():
     environment = os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": str(ROOT)}
     there = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert there.stdout.strip() == str(here) and there.stderr == ""
+
+
+def test_half_of_a_surrogate_pair_in_a_query_or_a_passage_is_no_obstacle():
+    corpus = passages("a \ud800 city", "a band")
+    asked = []
+
+    def score(pairs):
+        asked.extend(pairs)
+        return np.arange(len(pairs), 0.0, -1.0)
+
+    for backend in (BM25Search(corpus), DenseSearch(corpus, HashEncoder(64))):
+        for found in (backend, Reranked(backend, score, 2)):
+            assert found.search(["city \udfff"], 1)[0][0] == corpus[0][1]
+    assert asked and not any("\ud800" <= sign <= "\udfff" for pair in asked for text in pair for sign in text)
 
 
 def test_an_evaluation_states_what_was_searched(tmp_path):
