@@ -42,6 +42,7 @@ from hiexp.journal import Journal
 from hiexp.judge import RULE, Judges, agreement, as_scores, mean_score
 from hiexp.leaderboard import write_leaderboard
 from hiexp.records import write_attempts
+from hiexp.resume import file_hash
 from hiexp.significance import verbosity
 from hiexp.tables import COMMANDS
 from hiexp.tables import main as make_tables
@@ -115,7 +116,9 @@ def report(
             slope = verbosity([mean_score(verdict) for verdict in verdicts], [one.answer_words for one in attempts])
             about[arm.name]["judges"] = agreement(verdicts) | {"verbosity": slope and asdict(slope)}
         result = summarise(attempts, arm.bench.samples, cfg.eval)
-        write_attempts(out / f"samples_{file_name(arm.name)}.jsonl", attempts)
+        lines = out / f"samples_{file_name(arm.name)}.jsonl"
+        write_attempts(lines, attempts)
+        about[arm.name]["samples_sha256"] = file_hash(lines)
         write_trajectories(out, arm, trajectories)
         results[arm.name] = replace(result, attempts=())
     write_results(out, results, {arm.name: setting_of(arm, cfg, agent) for arm in arms}, about)
@@ -125,7 +128,12 @@ def report(
     print(overall_table(results))
 
 
+def is_command(word: str) -> bool:
+    """Whether a first argument can only be meant as the name of a table: no setting, no option, no file."""
+    return word.isalnum() and not Path(word).exists()
+
+
 if __name__ == "__main__":
-    if sys.argv[1:2] and sys.argv[1] in COMMANDS:
+    if sys.argv[1:] and (sys.argv[1] in COMMANDS or is_command(sys.argv[1])):
         sys.exit(make_tables(sys.argv[1:]))
     sys.exit(run_script(main, Config, sys.argv[1:], __doc__))

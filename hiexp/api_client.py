@@ -311,7 +311,7 @@ def read_key(variable: str, setting: str = "api_key_env") -> str:
     """The secret in an environment variable that `setting` names; ConfigError where there is none."""
     key = os.environ.get(variable, "").strip()
     if not key:
-        raise ConfigError(f"{setting}={variable}: that environment variable is not set; export it")
+        raise ConfigError(f"{setting}={variable}, but there is no such environment variable; export it")
     if not key.isascii() or not key.isprintable():
         raise ConfigError(f"{setting}={variable}: its value holds characters that no key has; export it again")
     return key

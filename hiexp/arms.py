@@ -19,6 +19,7 @@ from hiexp.config import ConfigError
 from hiexp.evaluation import compare_settings, file_name
 from hiexp.metrics import bootstrap_interval
 from hiexp.records import Attempt, read_attempts
+from hiexp.resume import file_hash
 
 SUFFIX = " + HiExp"
 """What a label has where experience was shown."""
@@ -201,6 +202,8 @@ def _read_run(folder: Path) -> Iterable[Arm]:
         arm = Arm(name, folder, setting=about.get("setting") or {}, attempts=(), **values)
         if not arm.file.is_file():
             raise ConfigError(f"{path} names arm {name}, but {arm.file} is not there; bring it back or evaluate again")
+        if about.get("samples_sha256", found := file_hash(arm.file)) != found:
+            raise ConfigError(f"{arm.file} was changed after the evaluation wrote it; bring it back or evaluate again")
         attempts = tuple(replace(attempt, calls=()) for attempt in arm.full_attempts())
         yield replace(arm, attempts=_checked(attempts, arm))
 

@@ -137,7 +137,7 @@ class Config:
             limit = f"rollout.max_response_tokens={self.rollout.max_response_tokens}"
             raise ConfigError(f"reward.overlong_tokens={self.reward.overlong_tokens} is above {limit}; lower it")
         protocol = lookup(PROTOCOLS, self.rollout.protocol, "rollout.protocol")
-        if protocol.searches and self.search.backend == "none":
+        if protocol.searches and self.search.backend == "none" and "agent" in self.eval.methods:
             raise ConfigError(
                 f"rollout.protocol={self.rollout.protocol} searches, but search.backend is none; set bm25 or dense, or "
                 "a protocol that never searches"

@@ -1,5 +1,6 @@
 """Settings of an evaluation: which questions, which methods, how attempts are drawn, what they cost."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -83,8 +84,11 @@ class EvalConfig:
                 f"need temperature > 0 and 0 < top_p <= 1, got {self.temperature} and {self.top_p}; "
                 "for the likeliest token set greedy=true"
             )
-        if min(self.price_in, self.price_out) < 0:
-            raise ConfigError(f"price_in={self.price_in} and price_out={self.price_out} must not be negative")
+        for name in ("price_in", "price_out"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name}={getattr(self, name)} must be a number that is not negative")
+        if self.seed < 0:
+            raise ConfigError(f"seed={self.seed} must not be negative")
         if self.endpoint.model and not self.endpoint.url:
             raise ConfigError("endpoint.model is set without endpoint.url; a local model is named by model.path")
 

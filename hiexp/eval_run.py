@@ -5,7 +5,6 @@ thread and goes to `<out>/parts/<arm>.<rank>.jsonl`; the same command then asks 
 would have had. Under torchrun every rank takes a share of the questions.
 """
 
-import hashlib
 import json
 import threading
 import warnings
@@ -17,7 +16,7 @@ from typing import Any
 
 from hiexp import math_check
 from hiexp.assemble import Agent, Config, open_samples
-from hiexp.benchmarks import open_benchmark
+from hiexp.benchmarks import QA, open_benchmark
 from hiexp.config import ConfigError
 from hiexp.data import Sample
 from hiexp.distributed import Context
@@ -29,7 +28,7 @@ from hiexp.methods import Method, check, find
 from hiexp.pipelines import run_pipelines
 from hiexp.protocols import open_protocol
 from hiexp.records import Attempt, Outcome, attempt_of, outcome_of
-from hiexp.resume import folder_hash
+from hiexp.resume import file_hash, folder_hash
 from hiexp.rollout import RolloutConfig
 from hiexp.search import describe_search
 from hiexp.tracking import progress, write_json
@@ -90,9 +89,7 @@ def open_benches(cfg: Config) -> list[Bench]:
     """The questions of eval.benchmarks, or else of data.test; ConfigError before anything else is opened."""
     if not cfg.eval.benchmarks:
         samples = open_samples(cfg.data, "test")
-        with Path(cfg.data.test).open("rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        return [Bench("", samples, cfg.eval.metrics, cfg.eval.decodings(), sha256)]
+        return [Bench("", samples, cfg.eval.metrics, cfg.eval.decodings(), file_hash(cfg.data.test))]
     if unknown := sorted(set(cfg.eval.aliases) - set(cfg.eval.benchmarks)):
         raise ConfigError(f"eval.aliases has {unknown[0]}, which is not among eval.benchmarks")
     benches = []
@@ -100,7 +97,9 @@ def open_benches(cfg: Config) -> list[Bench]:
         told = {"subset": cfg.eval.subset, "on_bad_row": cfg.eval.on_bad_row}
         loaded = open_benchmark(name, path, aliases=cfg.eval.aliases.get(name, ""), **told)
         samples = loaded.samples[: cfg.data.limit] if cfg.data.limit else loaded.samples
-        metrics = cfg.eval.metrics if loaded.benchmark.task == "qa" else loaded.benchmark.metrics
+        own = loaded.benchmark.metrics
+        more = (name for name in own if name not in QA)
+        metrics = tuple(dict.fromkeys((*cfg.eval.metrics, *more))) if loaded.benchmark.task == "qa" else own
         decodings = cfg.eval.decodings(loaded.benchmark.samples)
         if not decodings:
             raise ConfigError(f"eval.greedy=false and no eval.samples_per_question: nothing to do for {name}")
@@ -143,7 +142,10 @@ def check_prompts(arms: Sequence[Arm], cfg: Config, tokenizer: Any) -> None:
     """ConfigError for a protocol whose prompt the tokenizer's chat template cannot carry."""
     for arm in arms:
         if plays_protocol(arm.method, cfg):
-            open_protocol(settings(arm, cfg)).prompt("?", "?", tokenizer)
+            try:
+                open_protocol(settings(arm, cfg)).prompt("?", "?", tokenizer)
+            except ConfigError as error:
+                raise ConfigError(f"method {arm.method_name} cannot be asked here: {error}") from None
 
 
 class Ledger:

@@ -15,6 +15,7 @@ points higher with it.
 """
 
 import json
+import math
 import re
 import string
 from collections import Counter
@@ -95,15 +96,15 @@ def cover_match_token_set(prediction: str, answers: Sequence[str]) -> float:
 def math_correct(prediction: str, answers: Sequence[str]) -> float:
     r"""1 when math-verify finds an answer equal to the last complete box of the prediction, or to all of one that has
     none (math_check.py). ConfigError where the package is missing."""
-    golds = _texts(answers)
-    return float(bool((prediction or "").strip()) and math_equal(prediction, golds))
+    golds, prediction = _texts(answers), _said(prediction)
+    return float(bool(prediction.strip()) and math_equal(prediction, golds))
 
 
 def explain(metric: str, prediction: str, golds: Sequence[str]) -> str:
     """One line on why `METRICS[metric]` gives what it gives: the score, what was compared, and the rule that acted."""
     score, answers = lookup(METRICS, metric, "metric")(prediction, golds), _texts(golds)
-    told = f"{score:.2f}".rstrip("0").rstrip(".")
-    if not (prediction or "").strip():
+    told, prediction = f"{score:.2f}".rstrip("0").rstrip("."), _said(prediction)
+    if not prediction.strip():
         return f"{told}: no answer"
     if metric == "math":
         verdict = check_all([(prediction, answers)])[0]
@@ -137,7 +138,7 @@ def parse_judge_score(reply: str) -> float | None:
     scale (4/10, 80%, 3-4), which is None. What stands in <think> or in double quotes is not the verdict: a judge may
     quote a response that claims a score of its own.
     """
-    text = _without_thinking(reply or "").strip()[-_MOST_OF_A_REPLY:]
+    text = _without_thinking(_said(reply)).strip()[-_MOST_OF_A_REPLY:]
     if bare := _VALUE.fullmatch(text.strip("*_`#. \n")):
         return _on_scale(bare)
     anchors: list[tuple[int, float | None]] = []
@@ -175,7 +176,8 @@ def _best(prediction: str, answers: Sequence[str], compare: Callable[[str, str],
     to an empty prediction; there the lower-cased, stripped strings must be equal instead.
     """
     golds = _texts(answers)
-    if not (prediction or "").strip():
+    prediction = _said(prediction)
+    if not prediction.strip():
         return 0.0
     predicted, scores = normalise(prediction), []
     for answer in golds:
@@ -186,11 +188,21 @@ def _best(prediction: str, answers: Sequence[str], compare: Callable[[str, str],
 
 
 def _texts(answers: Sequence[str]) -> list[str]:
-    """The gold answers; numbers as data files hold them become texts."""
-    is_known = not isinstance(answers, str) and answers and all(isinstance(a, (str, int, float)) for a in answers)
-    if not is_known:
-        raise ValueError(f"answers must be a non-empty sequence of strings, got {answers!r}")
-    return [str(answer) for answer in answers]
+    """The gold answers; numbers become the texts that data.read_samples makes of them (142.0 is "142")."""
+    if isinstance(answers, str) or not answers or not all(map(_is_gold, answers)):
+        raise ValueError(f"answers must be a non-empty sequence of strings or numbers, got {answers!r}")
+    return [str(int(a)) if isinstance(a, float) and a.is_integer() else str(a) for a in answers]
+
+
+def _is_gold(answer: Any) -> bool:
+    if isinstance(answer, (int, float)):
+        return not isinstance(answer, bool) and math.isfinite(answer)
+    return isinstance(answer, str)
+
+
+def _said(prediction: Any) -> str:
+    """A prediction as text: none is an empty one, a number is what it reads as."""
+    return "" if prediction is None else prediction if isinstance(prediction, str) else str(prediction)
 
 
 def _overlap(prediction: str, answer: str) -> float:

@@ -34,7 +34,7 @@ def last_boxed(text: str, keep_text: bool = False) -> str | None:
 
     `keep_text` leaves `\text{}` in it, which tells a word from a product of its letters.
     """
-    spans = _spans(text)
+    spans = _spans(text) if isinstance(text, str) else []
     return _unwrap(text[slice(*spans[-1])], _BOXED if keep_text else _WRAPPED) if spans else None
 
 

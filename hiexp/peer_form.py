@@ -124,6 +124,7 @@ class PeerProtocol:
 
     def parse(self, text: str) -> Action:
         """The complete pair that closes first decides, as in TagProtocol."""
+        text = text if isinstance(text, str) else ""
         queries = pairs(text, self.query_tags)
         first_query = queries[0].end if queries else len(text) + 1
         answers = [answer for answer in pairs(text, self.answer_tags) if answer.end < first_query]

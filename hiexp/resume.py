@@ -245,10 +245,14 @@ def folder_hash(path: str | Path) -> str:
     digest = hashlib.sha256()
     for file in sorted(Path(path).rglob("*") if str(path) else []):
         if file.is_file() and not file.name.startswith("."):
-            with file.open("rb") as stream:
-                content = hashlib.file_digest(stream, "sha256").hexdigest()
-            digest.update(f"{file.relative_to(path)}\0{content}\0".encode())
+            digest.update(f"{file.relative_to(path)}\0{file_hash(file)}\0".encode())
     return digest.hexdigest() if str(path) else ""
+
+
+def file_hash(path: str | Path) -> str:
+    """sha256 of a file's content."""
+    with Path(path).open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _probe(folder: Path) -> None:

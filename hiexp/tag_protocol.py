@@ -177,6 +177,7 @@ class TagProtocol:
         return [(Source.PROMPT, head + opening), experience, (Source.PROMPT, closing + tail)]
 
     def parse(self, text: str) -> Action:
+        text = text if isinstance(text, str) else ""
         queries = pairs(text, self.query_tags) if self.query_tags else []
         answers = pairs(text, self.answer_tags) if self.answer_tags else _boxes(text)
         first_query = queries[0].end if queries else len(text) + 1
@@ -274,6 +275,7 @@ def _boxes(text: str) -> list[Span]:
 
 def turns_of(response: str, stop: Sequence[str]) -> list[str]:
     """The policy's turns in the text of all of them: each ends with a stop string or a token that ends turns."""
+    response = response if isinstance(response, str) else ""
     ends = re.compile("|".join(re.escape(mark) for mark in (*stop, *END_OF_TURN)))
     cuts = [0, *(found.end() for found in ends.finditer(response)), len(response)]
     return [response[start:end] for start, end in pairwise(cuts) if start < end]

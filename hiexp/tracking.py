@@ -38,6 +38,10 @@ PACKAGES = (
     "faiss-cpu",
     "bm25s",
     "sentence-transformers",
+    "vllm",
+    "flash-attn",
+    "math-verify",
+    "pyarrow",
 )
 QUIET_SECONDS = 15.0
 """Without a terminal (a log file, a CI job) a progress bar becomes one line per so many seconds."""

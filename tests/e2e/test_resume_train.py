@@ -128,7 +128,7 @@ def teach(is_last: Callable[[str], bool]) -> None:
             for one, text in named
         ]
 
-    def score(trajectories: Any, samples: Any, cfg: Any, size: int) -> Any:
+    def score(trajectories: Any, samples: Any, cfg: Any, size: int, judge: Any = None) -> Any:
         return torch.tensor([sum(one.token_ids) % 7 / 7 for one in trajectories]).reshape(len(samples), size)
 
     def move(folder: Path, place: Path) -> None:

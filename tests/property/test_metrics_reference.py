@@ -101,7 +101,12 @@ hostile = st.one_of(
 
 
 @settings(deadline=None, max_examples=300)
-@given(hostile, st.lists(st.one_of(hostile, st.integers(), st.floats()), min_size=1, max_size=3))
+@given(
+    hostile,
+    st.lists(
+        st.one_of(hostile, st.integers(), st.floats(allow_nan=False, allow_infinity=False)), min_size=1, max_size=3
+    ),
+)
 def test_hostile_input_has_a_result_and_the_same_one_twice(prediction, answers):
     for name in reference.REFERENCE:
         value = METRICS[name](prediction, answers)

@@ -123,11 +123,13 @@ def test_a_local_model_can_judge_and_what_it_cannot_say_is_no_score(lab, tmp_pat
         (["eval.benchmarks={hotpot: x.json}"], "did you mean 'hotpotqa'"),
         (["eval.prompt_files={research: x.txt}"], "not among eval.methods: agent"),
         (["eval.methods=[research]", "eval.prompt_files={research: gone.txt}"], "gone.txt"),
-        (["eval.methods=[deepresearcher]"], "ChatML"),
+        (["eval.methods=[deepresearcher]"], "method deepresearcher cannot be asked here: .*ChatML"),
         (["eval.judged=true"], "judge.first.model is empty"),
         (["eval.endpoint.url=http://x/v1", "eval.endpoint.model=m", "eval.methods=[direct]",
-          "eval.endpoint.api_key_env=NOT_THERE_KEY"], "NOT_THERE_KEY"),
-        (["eval.price_in=-1"], "must not be negative"),
+          "eval.endpoint.api_key_env=NOT_THERE_KEY"], "NOT_THERE_KEY, but there is no such environment variable"),
+        (["eval.price_in=-1"], "price_in=-1.0 must be a number that is not negative"),
+        (["eval.price_out=.nan"], "price_out=nan must be"),
+        (["eval.seed=-1"], "seed=-1 must not be negative"),
         (["rollout.protocol=direct", "search.backend=none", "eval.methods=[ircot]"], "ircot searches"),
     ],
 )  # fmt: skip
@@ -137,6 +139,37 @@ def test_mistakes_are_told_before_the_first_question(lab, tmp_path, monkeypatch,
     with pytest.raises(ConfigError, match=message):
         run(lab, tmp_path / "run", *change)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_file_that_was_changed_afterwards_fills_no_table(lab, tmp_path, capsys):
+    questions = next(one.split("=")[1] for one in lab if one.startswith("data.test="))
+    benchmark = ["eval.benchmarks={bamboogle: " + questions + "}", "hek.path=", "eval.samples_per_question=0"]
+    run(lab, tmp_path / "run", *benchmark)
+    table = ["table1", str(tmp_path / "run"), "--out", str(tmp_path / "tables")]
+    assert evaluate.make_tables(table) == 0
+    file = tmp_path / "run/samples_bamboogle.hek_off_greedy.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    for changed in ("".join(lines[:-1]), file.read_text().replace('"em": 0.0', '"em": 1.0', 1)):
+        assert changed != "".join(lines)
+        file.write_text(changed)
+        assert evaluate.make_tables(table) == 2
+        assert "was changed after the evaluation wrote it" in capsys.readouterr().err
+    assert evaluate.make_tables(["table7"]) == 2 and "did you mean 'table" in capsys.readouterr().err
+    assert (
+        evaluate.is_command("table7") and not evaluate.is_command("configs/lab.yaml") and not evaluate.is_command("-h")
+    )
+
+
+def test_no_search_is_needed_where_none_is_made(lab, tmp_path):
+    run(
+        lab,
+        tmp_path / "run",
+        "search.backend=none",
+        "eval.methods=[direct]",
+        "eval.samples_per_question=0",
+        "data.limit=1",
+    )
+    assert json.loads((tmp_path / "run/evaluation.json").read_text())["arms"]
 
 
 def test_a_prompt_in_our_words_is_warned_of(lab, tmp_path):

@@ -197,6 +197,8 @@ import os, signal, sys, threading, time
 sys.path.insert(0, {root!r})
 from hiexp.math_check import check_all, shared_pool
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
+
 def say():
     print(*shared_pool().pids, flush=True)
 
@@ -253,7 +255,10 @@ def test_no_worker_survives_its_parent(do, end, code):
             time.sleep(1.0)
             process.send_signal(end)
         began = time.monotonic()
-        assert process.wait(20) == code
+        try:
+            assert process.wait(20) == code
+        finally:
+            process.kill()
         assert time.monotonic() - began < 10
     assert wait_until(lambda: not any(is_running(pid) for pid in pids)), pids
 

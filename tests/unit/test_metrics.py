@@ -251,3 +251,14 @@ def test_bootstrap_interval_agrees_with_theory_and_is_seeded():
     assert bootstrap_interval([1.0, 1.0], seed=0) == (1.0, 1.0)
     with pytest.raises(ValueError, match="one value per question"):
         bootstrap_interval([], seed=0)
+
+
+def test_golds_may_be_numbers_and_predictions_may_be_missing():
+    for name in METRICS:
+        assert METRICS[name]("142", [142.0]) == 1 and METRICS[name](5, ["5"]) == 1, name
+        assert METRICS[name](None, ["5"]) == 0
+        for golds in ([True], [float("nan")], [None], []):
+            with pytest.raises(ValueError, match="non-empty sequence"):
+                METRICS[name]("1", golds)
+    assert METRICS["em"]("1420", [142.0]) == 0
+    assert last_boxed(None) is None and parse_judge_score(None) is None and parse_judge_score(5) == 5

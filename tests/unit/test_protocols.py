@@ -255,3 +255,8 @@ def test_worked_examples_are_plain_text_and_never_an_answer(byte_tokenizer):
 def test_boxed_text_is_unwrapped_and_escaped_braces_are_kept():
     assert action("direct", r"so \boxed{\text{Paris}}") == ("answer", "Paris")
     assert action("direct", r"\boxed{a \} b}") == ("answer", r"a \} b")
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_no_text_is_an_empty_turn(name):
+    assert PROTOCOLS[name].parse(None) == PROTOCOLS[name].parse("") and PROTOCOLS[name].answer(None) is None

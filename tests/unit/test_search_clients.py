@@ -257,7 +257,7 @@ def test_the_token_is_sent_and_shown_nowhere(monkeypatch):
         assert "canary" not in str(error.value) and "HTTP 401" in str(error.value)
     monkeypatch.delenv("MY_SEARCH_TOKEN")
     with pytest.raises(
-        ConfigError, match=r"search.http.token_env=MY_SEARCH_TOKEN: that environment variable is not set"
+        ConfigError, match=r"search.http.token_env=MY_SEARCH_TOKEN, but there is no such environment variable"
     ):
         client("http://127.0.0.1:1", token_env="MY_SEARCH_TOKEN")
 

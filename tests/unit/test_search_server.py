@@ -192,7 +192,7 @@ def test_a_token_is_asked_for(monkeypatch):
 
     assert play(scene, **changes) == (200, 401)
     monkeypatch.delenv("SEARCH_TOKEN")
-    with pytest.raises(ConfigError, match="token_env=SEARCH_TOKEN: that environment variable is not set"):
+    with pytest.raises(ConfigError, match="token_env=SEARCH_TOKEN, but there is no such environment variable"):
         build_app(ServeConfig(**changes), BM25)
 
 

@@ -257,7 +257,7 @@ def test_the_key_shows_nowhere(tmp_path, capfd):
     assert KEY not in "".join(capfd.readouterr())
     os.environ["TAVILY_API_KEY"] = ""
     with pytest.raises(
-        ConfigError, match=r"search.tavily.api_key_env=TAVILY_API_KEY: that environment variable is not set"
+        ConfigError, match=r"search.tavily.api_key_env=TAVILY_API_KEY, but there is no such environment variable"
     ):
         TavilySearch(TavilyConfig())
 

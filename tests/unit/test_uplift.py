@@ -150,7 +150,7 @@ def settings(tmp_path, monkeypatch):
 def test_the_command_measures_and_goes_on_after_a_crash(settings, tmp_path, monkeypatch, capsys):
     rewards = iter(range(10_000))
 
-    def score(trajectories, *_):
+    def score(trajectories, *_, **__):
         for one in trajectories:
             one.reward = float(bool(one.strategies) and next(rewards) % 3 > 0)
 
