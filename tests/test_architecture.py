@@ -32,8 +32,9 @@ hek_prompts hek_filters recall effects dosage success agent_logs attempts
 rollout step_metrics trainer fsdp shards checkpoint hek_report reflector run_panel demonstrations
 hek_build hek_update evaluation report report_views convert lab_teacher hek_page
 browse hek_view assemble hek_stages lab_policy
-lab_demo sft refresh uplift search_cli corpus_build search_server
-lab
+lab_demo sft refresh uplift search_cli corpus_build search_server study study_arms study_plan study_stores study_stats \
+study_figure study_report
+lab study_job
 """.strip().splitlines()
     )
 )
