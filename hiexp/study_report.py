@@ -1,4 +1,4 @@
-"""What the lab study writes about itself: results.jsonl, tuning.json, summary.json, figure.svg and report.html.
+"""What the lab study writes of itself: results.jsonl, tuning.json, summary.json, claims.md, figure.svg, report.html.
 
 Only what has finished is in them, and every number can be traced to a job's folder. The same functions read a running
 study (jobs=0), so the page can be looked at while the jobs go on.
@@ -52,6 +52,7 @@ def write_study(out: Path, cfg: StudyConfig, finished: Collection[str]) -> dict[
     write_json(out / "summary.json", _plain(summary))
     drawing = figure({arm: [metrics for _, metrics in sorted(runs.get(arm, {}).items())] for arm in SHOWN})
     (out / "figure.svg").write_text(drawing, encoding="utf-8")
+    (out / "claims.md").write_text(markdown(summary), encoding="utf-8")
     write_page(out / "report.html", "Lab study", page(summary, results, drawing, cfg), STYLE)
     return summary
 
@@ -174,6 +175,34 @@ def page(summary: Mapping[str, Any], results: Results, drawing: str, cfg: StudyC
     parts.append("<h2>Tuning</h2>" + _tuning_table(summary["tuning"]))
     parts.append("<h2>Cost</h2>" + _cost_table(summary["cost"]))
     return parts
+
+
+def markdown(summary: Mapping[str, Any]) -> str:
+    """The claims and their controls as tables of Markdown: sampled and greedy differences in points."""
+    lines = []
+    for number, claim in summary["claims"].items():
+        lines += [f"**({number}) {claim['says']}**", ""]
+        lines.append("| comparison | of | against | sampled [95%] | cells | by warm start | greedy [95%] | verdict |")
+        lines.append("|" + "---|" * 8)
+        greedy = {row["says"]: row for row in claim["greedy"]}
+        for row in claim["sampled"]:
+            other = greedy[row["says"]]
+            warm = ", ".join(f"{100 * gain:+.1f}" for _, gain in sorted(row["per_warm_start"].items()))
+            cells = (
+                row["says"],
+                _score(row["second"]),
+                _score(row["first"]),
+                _difference(row),
+                str(row["pairs"]),
+                warm,
+            )
+            lines.append("| " + " | ".join((*cells, _difference(other), row["verdict"] or "control")) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _difference(row: Mapping[str, Any]) -> str:
+    return f"{100 * row['difference']:+.1f} {_interval(row['low'], row['high'], 100)}"
 
 
 def _rows(rows: Sequence[Row]) -> str:

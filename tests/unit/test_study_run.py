@@ -89,21 +89,33 @@ def test_a_failure_takes_down_those_that_need_it_alone(tmp_path, capsys):
     assert order(tmp_path) == ["bad", "good", "bad", "never"]
 
 
-def test_jobs_are_ended_when_the_study_is(tmp_path):
-    slow = "import time, sys, pathlib; pathlib.Path(sys.argv[1], 'began').touch(); time.sleep(600)"
+SLOW = """
+import pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1])
+def save(*_):
+    (folder / "saved").touch()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+(folder / "began").touch()
+time.sleep(600)
+"""
+
+
+def test_jobs_are_told_to_save_when_the_study_is_stopped(tmp_path):
     script = (
         "import sys; from pathlib import Path; import test_study_run as t\n"
-        f"sys.exit(t.Toy(Path({str(tmp_path)!r}), [t.Job('s', 'x')], 1, script={slow!r}).run())"
+        f"sys.exit(t.Toy(Path({str(tmp_path)!r}), [t.Job('s', 'x')], 1, script=t.SLOW).run())"
     )
     here = Path(__file__)
     paths = f"{here.parents[2]}:{here.parents[1]}:{here.parent}"
     process = subprocess.Popen([sys.executable, "-c", script], env={"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"})
-    for _ in range(600):
+    for _ in range(1200):
         if (tmp_path / "s" / "began").exists():
             break
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 143
+    assert (tmp_path / "s" / "saved").exists()
     assert not (tmp_path / "s" / "done.json").exists()
 
 

@@ -28,7 +28,9 @@ CELLS = [(w, s) for w in range(2) for s in range(5)]
 def lines(arm, hek, cell, rng, lift=0.0):
     for split, count in (("in_domain", 6), ("paraphrase", 3), ("held_out", 4), ("second_world", 5)):
         names = ("d",) if split == "held_out" else FAMILIES
-        scores = {f"{f}-test-{split}{i}": float(np.clip(rng.random() + lift, 0, 1)) for f in names for i in range(count)}
+        scores = {
+            f"{f}-test-{split}{i}": float(np.clip(rng.random() + lift, 0, 1)) for f in names for i in range(count)
+        }
         for decoding in ("sampled", "greedy"):
             yield {
                 "arm": arm, "warm": cell[0], "seed": cell[1], "split": split, "hek": hek, "decoding": decoding,
