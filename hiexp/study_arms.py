@@ -74,6 +74,7 @@ TRAINED = {
     "half": Arm("as e2_e1, half of the groups without experience", (*E2_E1, "dosage.dropout=0.5"), "self", "half"),
     "grpo_half": Arm("control: GRPO with half of the groups", (), "", "grpo", prompts=0.5, tests=("off",)),
     "grpo_cpu": Arm("control: GRPO for the CPU time of e2_e1", (), "", "grpo", steps=1.7, tests=("off",)),
+    "grpo_same": Arm("control: GRPO at the learning rate and clip of e2_e1", (), "", "e2_e1", tests=("off",)),
     "by_teacher": Arm("as e2_e1, lessons by a teacher", E2_E1, "teacher", "e2_e1"),
     "shuffled": Arm("control: as e2_e1, the lessons of other questions", E2_E1, "shuffled", "e2_e1"),
     "filler": Arm("control: as e2_e1, as many words that say nothing", E2_E1, "filler", "e2_e1"),

@@ -45,8 +45,8 @@ def test_no_two_arms_of_one_kind_are_the_same():
     for group in (TRAINED, UNTRAINED):
         seen = {}
         for name, arm in group.items():
-            key = (tuple(sorted(settings(name).items(), key=str)), arm.store, arm.steps, arm.prompts)
-            key = repr(key)
+            same = (arm.store, arm.steps, arm.prompts, arm.tuned_as)
+            key = repr((sorted(settings(name).items(), key=str), same))
             assert key not in seen, (name, seen[key])
             seen[key] = name
 
@@ -81,6 +81,12 @@ def test_controls_differ_from_their_arm_in_store_or_dose_alone():
     assert TRAINED["grpo_cpu"].steps > 1 and TRAINED["grpo_cpu"].prompts == 1.0
     for control, arm in (("shuffled", "e2_e1"), ("filler", "e2_e1"), ("by_teacher", "e2_e1"), ("grpo_half", "grpo")):
         assert TRAINED[control].tuned_as == arm, "a control is trained at the learning rate of what it controls"
+
+
+def test_claims_say_each_thing_once():
+    for claim in CLAIMS:
+        says = [row[0] for row in (*claim.rows, *claim.controls)]
+        assert len(set(says)) == len(says), "the page and the table look rows up by what they say"
 
 
 def test_sets_and_names():
