@@ -17,7 +17,7 @@ from hiexp.report import write_page
 from hiexp.run_panel import Metrics
 from hiexp.study_arms import ARMS, TRAINED
 from hiexp.study_figure import figure
-from hiexp.study_plan import StudyConfig, grid, tune_jobs
+from hiexp.study_plan import StudyConfig, grid, store_folder, tune_jobs
 from hiexp.study_stats import (
     CLAIMS,
     MACRO,
@@ -32,6 +32,7 @@ from hiexp.study_stats import (
     stability_rows,
     stability_verdict,
 )
+from hiexp.study_stores import BUILT, right_share
 from hiexp.tracking import read_metrics, write_json
 
 SHOWN = ("grpo", "e2_e1", "half", "gspo", "gspo_e2_e1")
@@ -48,7 +49,8 @@ def write_study(out: Path, cfg: StudyConfig, finished: Collection[str]) -> dict[
     results, runs = read_results(files), _runs(out, cfg, finished)
     tuning = _tuning(out, cfg, finished)
     write_json(out / "tuning.json", tuning)
-    summary = summarise(results, runs) | {"tuning": tuning, "cost": _cost(out, finished)}
+    summary = summarise(results, runs)
+    summary |= {"lessons": _lessons(out, cfg, finished), "tuning": tuning, "cost": _cost(out, finished)}
     write_json(out / "summary.json", _plain(summary))
     drawing = figure({arm: [metrics for _, metrics in sorted(runs.get(arm, {}).items())] for arm in SHOWN})
     (out / "figure.svg").write_text(drawing, encoding="utf-8")
@@ -123,6 +125,20 @@ def _runs(out: Path, cfg: StudyConfig, finished: Collection[str]) -> dict[str, d
     return runs
 
 
+def _lessons(out: Path, cfg: StudyConfig, finished: Collection[str]) -> dict[str, Any]:
+    """Who wrote them -> level -> share of right plans, mean over cells with its t-interval."""
+    table: dict[str, Any] = {}
+    for store in BUILT:
+        found: dict[str, list[float]] = {}
+        for cell in (f"w{w}s{seed}" for w in range(cfg.size.warm_starts) for seed in range(cfg.size.seeds)):
+            if f"{cell}/{store}" in finished:
+                for level, share in right_share(store_folder(out, cell, store)).items():
+                    found.setdefault(level, []).append(share)
+        if found:
+            table[store] = {level: mean_over(shares) for level, shares in found.items()}
+    return table
+
+
 def _tuning(out: Path, cfg: StudyConfig, finished: Collection[str]) -> dict[str, Any]:
     """Arm -> validation EM of every point, and the one that was chosen."""
     points, table = grid(cfg.size), {}
@@ -172,6 +188,7 @@ def page(summary: Mapping[str, Any], results: Results, drawing: str, cfg: StudyC
         parts.append(f"<h2>The claims with {how} decoding</h2>")
         parts += [f"<h3>({c.number})</h3>{_rows(claim_rows(results, c, MACRO, how))}" for c in CLAIMS]
     parts.append("<h2>By test split</h2>" + _by_split(summary["by_split"]))
+    parts.append("<h2>Lessons with the right plan</h2>" + _lesson_table(summary["lessons"]))
     parts.append("<h2>Tuning</h2>" + _tuning_table(summary["tuning"]))
     parts.append("<h2>Cost</h2>" + _cost_table(summary["cost"]))
     return parts
@@ -267,6 +284,13 @@ def _tuning_table(tuning: Mapping[str, Any]) -> str:
             mean = f"{100 * fmean(point['em']):.1f}"
             lines.append([arm, f"{point['lr']:g}", point["clip"], scores, mean, "chosen" if is_best else ""])
     return _table(("arm", "learning rate", "clip", "validation EM by warm start", "mean", ""), lines)
+
+
+def _lesson_table(lessons: Mapping[str, Any]) -> str:
+    levels = sorted({level for row in lessons.values() for level in row})
+    return _table(
+        ("written by", *levels), [[name, *(_mean(row.get(x)) for x in levels)] for name, row in lessons.items()]
+    )
 
 
 def _cost_table(cost: Mapping[str, Any]) -> str:

@@ -11,10 +11,12 @@
 Only the first three are written by a model. The others are deterministic in (store, seed).
 """
 
+import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
@@ -91,6 +93,22 @@ def write_stores(source: Path, folder: Path, names: Sequence[str], encoder: Enco
     hek = HEK.load(source, encoder)
     for name in names:
         MADE[name](hek, seed).save(folder / name, overwrite=True)
+
+
+def right_share(folder: Path) -> dict[str, float]:
+    """Per level that has entries, how often the advice is the plan of the question that it stems from: mean over
+    entries, each over its source questions. Only the lab can tell."""
+    plans, shares = {family.name: plan_text(family.plan, "") for family in FAMILIES}, {}
+    for level in LEVELS:
+        lines = (folder / f"level{level}.jsonl").read_text(encoding="utf-8").splitlines()
+        entries = [json.loads(line) for line in lines]
+        right = [
+            fmean(plans[sample_id.split("-")[0]] == entry["description"] for sample_id, _ in entry["qa_groups"])
+            for entry in entries
+        ]
+        if right:
+            shares[f"level {level}"] = fmean(right)
+    return shares
 
 
 def _asked(wording: str) -> str:

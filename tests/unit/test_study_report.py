@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from hiexp.experience import LEVELS
 from hiexp.study_arms import ARMS, TRAINED, chosen_arms
 from hiexp.study_figure import curve, figure
 from hiexp.study_plan import SizeConfig, StudyConfig, plan
@@ -30,6 +31,11 @@ def write_job(out, job, rng):
     folder = out / job.name
     folder.mkdir(parents=True)
     write_json(folder / "done.json", {"told": job.told, "cpu_seconds": 10.0, "score": float(rng.random())})
+    if job.kind == "build":
+        (folder / "run" / "hek").mkdir(parents=True)
+        for level in LEVELS:
+            entry = {"description": "label , founder", "qa_groups": [["label_founder-train-1", "x"]]}
+            (folder / "run" / "hek" / f"level{level}.jsonl").write_text(json.dumps(entry) + "\n" if level < 3 else "")
     if job.kind not in ("free", "train"):
         return
     names = job.told["arms"] if job.kind == "free" else [job.told["arm"]]
@@ -119,6 +125,12 @@ def test_claims_are_a_table_of_markdown_too(study):
     assert len(rows) == wanted and {row.count("|") for row in rows} == {9}
     first = summary["claims"]["i"]["sampled"][0]
     assert f"{100 * first['difference']:+.1f} [{100 * first['low']:.3g}, {100 * first['high']:.3g}]" in rows[1]
+
+
+def test_lessons_are_counted_by_who_wrote_them(study):
+    out, cfg, jobs = study
+    lessons = write_study(out, cfg, {job.name for job in jobs if job.name != "w0s0/teacher"})["lessons"]
+    assert lessons == {name: {f"level {n}": (1.0, 1.0, 1.0) for n in (1, 2)} for name in ("self", "teacher")}
 
 
 def test_costs_are_summed(study):

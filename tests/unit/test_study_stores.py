@@ -11,7 +11,7 @@ from hiexp.lab import _wording_encoder
 from hiexp.lab_policy import build_tokenizer
 from hiexp.lab_teacher import mask
 from hiexp.lab_world import FAMILIES, build_world, questions
-from hiexp.study_stores import MADE, STORES, filler, mismatched, oracle, shuffled, write_stores
+from hiexp.study_stores import MADE, STORES, filler, mismatched, oracle, right_share, shuffled, write_stores
 
 TITLES = [mask(family.wordings[0].format(a="Zuko", b="Ritan", y="1912")) for family in FAMILIES[:8]]
 
@@ -93,3 +93,17 @@ def test_stores_are_written_and_read_back(tmp_path, hek, encoder):
         assert texts(read) == texts(expected)
         assert np.array_equal(read.vectors[1], expected.vectors[1])
     assert set(MADE) < set(STORES)
+
+
+def test_the_share_of_right_plans_is_counted_by_source_question(tmp_path, encoder):
+    wrong = "label , founder"  # right for label_founder
+    plan = " , ".join(next(f.plan for f in FAMILIES if f.name == "director_spouse"))
+    asked = [("director_spouse-train-1", "x"), ("label_founder-train-1", "y")]
+    entries = [
+        Experience("E1-0", 1, "mixed", TITLES[0], plan, qa_groups=(asked[0],), parent_id="E2-0"),
+        Experience("E1-1", 1, "mixed", TITLES[1], plan, qa_groups=(asked[1],), parent_id="E2-0"),
+        Experience("E1-2", 1, "mixed", TITLES[2], wrong, qa_groups=(asked[1],)),
+        Experience("E2-0", 2, "pattern", TITLES[0], plan, qa_groups=tuple(asked), child_ids=("E1-0", "E1-1")),
+    ]
+    HEK(entries, encoder).save(tmp_path / "store")
+    assert right_share(tmp_path / "store") == {"level 1": pytest.approx(2 / 3), "level 2": 0.5}
