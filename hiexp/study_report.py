@@ -19,6 +19,7 @@ from hiexp.study_arms import ARMS, TRAINED
 from hiexp.study_figure import figure
 from hiexp.study_plan import StudyConfig, grid, store_folder, tune_jobs
 from hiexp.study_stats import (
+    BY_SPLIT,
     CLAIMS,
     MACRO,
     SPLITS,
@@ -107,10 +108,7 @@ def arm_table(results: Results) -> dict[str, Any]:
 
 
 def _split_rows(results: Results, split: str) -> list[dict[str, Any]]:
-    """The first comparisons of each claim, and what is left when experience is taken away."""
-    pairs = [(row[0], row[1], row[2]) for claim in CLAIMS for row in (*claim.rows[-1:], *claim.controls[:1])]
-    pairs.append(("half of the groups without, against GRPO", ("half", "on"), ("grpo", "off")))
-    found = (compare(results, says, of, against, split) for says, of, against in pairs)
+    found = (compare(results, says, of, against, split) for says, of, against in BY_SPLIT)
     return [row.to_json() | {"split": split} for row in found if row]
 
 
@@ -215,7 +213,16 @@ def markdown(summary: Mapping[str, Any]) -> str:
             )
             lines.append("| " + " | ".join((*cells, _difference(other), row["verdict"] or "control")) + " |")
         lines.append("")
-    return "\n".join(lines)
+    lines += [
+        "**by test split, sampled**",
+        "",
+        f"| comparison | {' | '.join(SPLITS)} |",
+        "|---" * (1 + len(SPLITS)) + "|",
+    ]
+    for says in dict.fromkeys(row["says"] for row in summary["by_split"]):
+        found = {row["split"]: _difference(row) for row in summary["by_split"] if row["says"] == says}
+        lines.append(f"| {says} | {' | '.join(found.get(split, '-') for split in SPLITS)} |")
+    return "\n".join([*lines, ""])
 
 
 def _difference(row: Mapping[str, Any]) -> str:

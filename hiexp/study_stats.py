@@ -199,6 +199,20 @@ CLAIMS = (
     ),
 )
 
+BY_SPLIT = (
+    ("E2+E1 > GRPO", ("e2_e1", ON), GRPO),
+    ("E2+E1, HEK taken away, against GRPO", ("e2_e1", OFF), GRPO),
+    ("half of the groups without, against GRPO", ("half", ON), GRPO),
+    ("half of the groups without, HEK taken away", ("half", OFF), GRPO),
+    ("filler, then taken away, against GRPO", ("filler", OFF), GRPO),
+    ("GSPO: with E2+E1 > without", ("gspo_e2_e1", ON), ("gspo", OFF)),
+    ("trained: own >= teacher's", ("e2_e1", ON), ("by_teacher", ON)),
+    ("GRPO, HEK only when tested", ("grpo", ON), GRPO),
+    ("untrained: E2+E1 > none", ("free_e2_e1", ON), ("base", OFF)),
+    ("untrained: the right plans > none", ("free_oracle", ON), ("base", OFF)),
+)
+"""comparisons that are shown for every test split"""
+
 
 def claim_rows(results: Results, claim: Claim, split: str = MACRO, decoding: str = "sampled") -> list[Row]:
     """Its comparisons with a verdict, then the controls without."""

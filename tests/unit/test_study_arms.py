@@ -9,7 +9,7 @@ from hiexp.assemble import Config
 from hiexp.config import ConfigError, load
 from hiexp.study_arms import ARMS, TRAINED, TUNED, UNTRAINED, chosen_arms, clip_settings
 from hiexp.study_plan import SizeConfig, StudyConfig, grid, plan, split_of, tune_jobs
-from hiexp.study_stats import CLAIMS
+from hiexp.study_stats import BY_SPLIT, CLAIMS
 from hiexp.study_stores import STORES
 
 LAB = str(Path(__file__).resolve().parents[2] / "configs" / "lab.yaml")
@@ -99,10 +99,10 @@ def test_sets_and_names():
 
 def test_claims_name_arms_of_the_core_set_that_are_tested_that_way():
     core = chosen_arms((), "core")
-    for claim in CLAIMS:
-        for _, of, against in (*claim.rows, *claim.controls):
-            for arm, hek in (of, against):
-                assert hek in core[arm].tests, (claim.number, arm, hek)
+    rows = [row for claim in CLAIMS for row in (*claim.rows, *claim.controls)]
+    for says, *sides in (*rows, *BY_SPLIT):
+        for arm, hek in sides:
+            assert hek in core[arm].tests, (says, arm, hek)
 
 
 def test_clip_settings():

@@ -13,7 +13,7 @@ from hiexp.study_arms import ARMS, TRAINED, chosen_arms
 from hiexp.study_figure import curve, figure
 from hiexp.study_plan import SizeConfig, StudyConfig, plan
 from hiexp.study_report import write_study
-from hiexp.study_stats import CLAIMS
+from hiexp.study_stats import BY_SPLIT, CLAIMS
 from hiexp.tracking import write_json
 
 SPLITS = {"in_domain": 4, "paraphrase": 2, "held_out": 2, "second_world": 3}
@@ -122,7 +122,9 @@ def test_claims_are_a_table_of_markdown_too(study):
     summary = write_study(out, cfg, {job.name for job in jobs})
     rows = [line for line in (out / "claims.md").read_text().splitlines() if line.startswith("| ")]
     wanted = sum(len(claim.rows) + len(claim.controls) + 1 for claim in CLAIMS)
-    assert len(rows) == wanted and {row.count("|") for row in rows} == {9}
+    assert [row.count("|") for row in rows] == [9] * wanted + [6] * (len(BY_SPLIT) + 1)
+    gap = next(row for row in summary["by_split"] if row["split"] == "held_out")
+    assert f"{100 * gap['difference']:+.1f} [" in next(row for row in rows[wanted:] if gap["says"] in row)
     first = summary["claims"]["i"]["sampled"][0]
     assert f"{100 * first['difference']:+.1f} [{100 * first['low']:.3g}, {100 * first['high']:.3g}]" in rows[1]
 
