@@ -108,9 +108,10 @@ class Runner:
         with (folder / "log.txt").open("ab") as log:
             log.write((" ".join(command) + "\n").encode())
             log.flush()
-            # a session of its own: Ctrl-C reaches this process alone, which then tells the jobs in its own way
+            # a group of its own: Ctrl-C reaches this process alone, which then tells the jobs in its own way; not a
+            # session of its own, for Linux shares the CPU among sessions first and `nice` would count for nothing
             self.running[job.name] = subprocess.Popen(
-                command, stdout=log, stderr=log, env=os.environ | threads, start_new_session=True
+                command, stdout=log, stderr=log, env=os.environ | threads, process_group=0
             )
 
     def command(self, folder: Path) -> list[str]:
