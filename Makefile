@@ -2,16 +2,22 @@
 # `make install` installs what both need and runs nothing.
 # A stamp is written only after pip has succeeded, so an interrupted install is simply repeated.
 .DELETE_ON_ERROR:
-.PHONY: demo test install clean
+.PHONY: demo study test install clean
 
 PYTHON ?= python3
 SEED ?= 0
 OUT ?= runs/lab
+STUDY ?= runs/study
+SET ?= core
+JOBS ?= 2
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 demo: .venv/.cpu
 	$(BIN)/python -m hiexp.lab demo out=$(OUT) seed=$(SEED)
+
+study: .venv/.cpu
+	$(BIN)/python -m hiexp.lab study out=$(STUDY) set=$(SET) jobs=$(JOBS)
 
 install: .venv/.test .venv/.vllm
 

@@ -3,6 +3,7 @@
     python -m hiexp.lab world  out=runs/w          encyclopedia, questions and encoder
     python -m hiexp.lab policy out=runs/p          the warm-started policy
     python -m hiexp.lab demo   out=runs/lab seed=0 both, then build_hek.py, train.py with and without HEK, evaluate.py
+    python -m hiexp.lab study  out=runs/study      many arms over worlds and warm starts (docs/lab_study.md)
 
 The demo's later stages are the three scripts themselves with configs/lab.yaml, two at a time with one thread each.
 """
@@ -24,6 +25,8 @@ from hiexp.lab_languages import languages
 from hiexp.lab_policy import WarmStartConfig, build_model, build_tokenizer, warm_start
 from hiexp.lab_teacher import mask
 from hiexp.lab_world import build_world, questions
+from hiexp.study import run_study
+from hiexp.study_plan import StudyConfig
 from hiexp.tracking import finish_run, open_run_folder
 
 
@@ -132,4 +135,6 @@ if __name__ == "__main__":
     command, arguments = (sys.argv[1:2] or ["--help"])[0], sys.argv[2:]
     if command in ("-h", "--help"):
         command, arguments = "demo", ["--help"]
+    if command == "study":
+        sys.exit(run_script(run_study, StudyConfig, arguments or ["jobs=2"], run_study.__doc__))
     sys.exit(run_script(lambda cfg: lookup(COMMANDS, command, "command")(cfg), LabConfig, arguments, __doc__))

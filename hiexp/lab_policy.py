@@ -44,16 +44,16 @@ def build_tokenizer(languages: Sequence[str] = ("en",)) -> PreTrainedTokenizerFa
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
-    """About 0.6M parameters: 3 layers, 128 wide, tied embeddings."""
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, width: int = 128, layers: int = 3) -> Qwen2ForCausalLM:
+    """Heads of 32, tied embeddings; 3 layers of 128 have about 0.6M parameters."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 32,
+        num_key_value_heads=width // 32,
         max_position_embeddings=512,
         tie_word_embeddings=True,
     )

@@ -37,8 +37,9 @@ reflector run_panel demonstrations
 hek_build hek_update evaluation report report_views convert lab_teacher hek_page
 browse hek_view assemble hek_stages lab_policy arms paper_rows sheets pictures table_build tables case_study figures \
 costs leaderboard
-lab_demo sft refresh uplift eval_run search_cli corpus_build search_server
-lab
+lab_demo sft refresh uplift eval_run search_cli corpus_build search_server study study_arms study_plan study_stores \
+study_stats study_figure study_report
+lab study_job
 """.strip().splitlines()
     )
 )

@@ -1,0 +1,213 @@
+"""The jobs of the lab study: which processes there are, what each needs, and in which order they come.
+
+    <out>/w0/policy, w1/policy, teacher/policy      warm starts
+    <out>/s0/world ...                              a world per seed, the same for all warm starts and arms
+    <out>/w0s0/self, teacher, made                  stores of one warm start in one world
+    <out>/w0s0/base                                 every untrained arm, tested
+    <out>/w0s0/grpo ...                             an arm: trained, then tested
+    <out>/tune/w0/grpo/0 ...                        a point of the grid, trained in a world of its own
+
+A pair of warm start and seed is a cell. Cells come one after the other, so that whatever is finished when a study is
+stopped has all arms in the same cells, and every comparison is paired.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+from hiexp.config import ConfigError
+from hiexp.study_arms import TRAINED, UNTRAINED, Arm, chosen_arms, clip_settings
+from hiexp.study_stores import MADE
+
+TUNING_SEED = 1000
+"""world and questions of the tuning runs; no cell has them"""
+TEACHER_SEED = 500
+
+
+@dataclass(frozen=True)
+class SizeConfig:
+    """What decides the numbers: a folder holds one choice of it."""
+
+    seeds: int = 5
+    """worlds; each has its own questions, experience and order of training"""
+    warm_starts: int = 2
+    """policies that the arms start from, each trained from its own random weights"""
+    steps: int = 24
+    """training steps of an arm"""
+    prompts: int = 10
+    """questions of a step"""
+    group: int = 8
+    """attempts at each"""
+    train_per_family: int = 20
+    """questions of each family that is trained on"""
+    dev_per_family: int = 8
+    """questions that learning rate and clip range are chosen on"""
+    test_per_family: int = 12
+    """a third of them in a wording that was never trained on"""
+    held_out: tuple[str, ...] = ("director_spouse", "founder_birth_country", "seat_first_ruler", "first_leader_teacher")
+    """families that neither experience nor training sees, two that the warm start knows and two that it does not"""
+    samples: int = 2
+    """sampled attempts at each test question, beside a greedy one"""
+    build_questions: int = 144
+    """training questions that experience is built from"""
+    warm_steps: int = 800
+    """steps of a warm start"""
+    teacher_width: int = 192
+    """of the teacher; the policy has 128"""
+    teacher_layers: int = 4
+    """of the teacher; the policy has 3"""
+    tune_steps: int = 12
+    """training steps of a point of the grid"""
+    tune_warm_starts: int = 1
+    """policies that the grid is tried on, at most warm_starts; what is chosen is used for all"""
+    lrs: tuple[float, ...] = (1.5e-4, 3e-4)
+    """learning rates of the grid"""
+    clips: tuple[str, ...] = ("own", "0.4")
+    """clip ranges of the grid: own is the algorithm's, a number is both bounds"""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if isinstance(value, int) and value < 1:
+                raise ConfigError(f"size.{name}={value} must be at least 1")
+        if self.tune_warm_starts > self.warm_starts:
+            raise ConfigError(
+                f"size.tune_warm_starts={self.tune_warm_starts} is more than size.warm_starts={self.warm_starts}"
+            )
+        if not self.lrs or not self.clips:
+            raise ConfigError("size.lrs and size.clips must each hold a value")
+        for clip in self.clips:
+            clip_settings(clip)
+        if self.teacher_width % 32:
+            raise ConfigError(f"size.teacher_width={self.teacher_width} must be a multiple of 32, the width of a head")
+
+
+@dataclass(frozen=True)
+class StudyConfig:
+    out: str
+    """folder of the study; the same command goes on with what is missing there"""
+    set: Literal["core", "full"] = "core"
+    """core: the claims and their main controls; full: every arm"""
+    arms: tuple[str, ...] = ()
+    """only these (names of study_arms.py); empty = all of the set"""
+    jobs: int = 2
+    """processes at once, one thread each; 0 = only collect what is finished and write the report"""
+    config: str = "configs/lab.yaml"
+    """settings of every job; looked for here, then in the checkout"""
+    overrides: tuple[str, ...] = ()
+    """more key=value settings for every arm; like size they belong to the folder"""
+    size: SizeConfig = field(default_factory=SizeConfig)
+
+    def __post_init__(self) -> None:
+        if self.jobs < 0:
+            raise ConfigError(f"jobs={self.jobs} must be 0 (report only) or above")
+        chosen_arms(self.arms, self.set)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process: what it is told, and the jobs that must have finished before."""
+
+    name: str
+    """its folder below the study's"""
+    kind: str
+    """a function of study_job.py"""
+    needs: tuple[str, ...] = ()
+    told: dict[str, Any] = field(default_factory=dict)
+
+
+def plan(cfg: StudyConfig) -> list[Job]:
+    """All jobs, in the order in which they should start."""
+    arms, size = chosen_arms(cfg.arms, cfg.set), cfg.size
+    trained = {name: arm for name, arm in arms.items() if arm.trains}
+    jobs = [Job(f"w{w}/policy", "warm", (), {"seed": w}) for w in range(size.warm_starts)]
+    tuned = tuple(dict.fromkeys(arm.tuned_as for arm in trained.values()))
+    if tuned and len(grid(size)) > 1:
+        jobs.append(_world(TUNING_SEED))
+        for w in range(size.tune_warm_starts):
+            jobs += _tuning(w, tuned, size)
+    if any(arm.test_store == "teacher" for arm in arms.values()):
+        shape = {"seed": TEACHER_SEED, "width": size.teacher_width, "layers": size.teacher_layers}
+        jobs.append(Job("teacher/policy", "warm", (), shape))
+    for seed in range(size.seeds):
+        jobs.append(_world(seed))
+        for w in range(size.warm_starts):
+            jobs += _cell(w, seed, arms, size)
+    return jobs
+
+
+def grid(size: SizeConfig) -> list[tuple[float, str]]:
+    """Points (learning rate, clip range); the first is what a tie is given to."""
+    return list(product(size.lrs, size.clips))
+
+
+def tune_jobs(tuned_as: str, size: SizeConfig) -> list[list[str]]:
+    """Per point of the grid, the names of its runs."""
+    return [[f"tune/w{w}/{tuned_as}/{i}" for w in range(size.tune_warm_starts)] for i in range(len(grid(size)))]
+
+
+def _world(seed: int) -> Job:
+    return Job(f"s{seed}/world", "world", (), {"seed": seed})
+
+
+def _stores(w: int, seed: int, arms: Sequence[Arm]) -> list[Job]:
+    """Jobs for the stores that these arms train or are tested with."""
+    wanted, cell = {arm.test_store for arm in arms if arm.tests != ("off",) or arm.store}, f"w{w}s{seed}"
+    ground = (f"w{w}/policy", f"s{seed}/world")
+    if not wanted:
+        return []
+    jobs = [Job(f"{cell}/self", "build", ground, {"warm": w, "seed": seed})]
+    if "teacher" in wanted:
+        told = {"warm": w, "seed": seed, "reflector": "teacher/policy"}
+        jobs.append(Job(f"{cell}/teacher", "build", (*ground, "teacher/policy"), told))
+    if "measured" in wanted:
+        jobs.append(Job(f"{cell}/measured", "measure", (f"{cell}/self",), {"warm": w, "seed": seed}))
+    if made := [name for name in MADE if name in wanted]:
+        told = {"warm": w, "seed": seed, "names": made}
+        jobs.append(Job(f"{cell}/made", "make", (f"{cell}/self",), told))
+    return jobs
+
+
+def _cell(w: int, seed: int, arms: dict[str, Arm], size: SizeConfig) -> list[Job]:
+    cell, jobs = f"w{w}s{seed}", _stores(w, seed, list(arms.values()))
+    stores = tuple(job.name for job in jobs)
+    if untrained := [name for name in arms if name in UNTRAINED]:
+        needs = (f"w{w}/policy", f"s{seed}/world", *stores)
+        jobs.append(Job(f"{cell}/base", "free", needs, {"warm": w, "seed": seed, "arms": untrained}))
+    for name, arm in arms.items():
+        if arm.trains:
+            needs = (f"w{w}/policy", f"s{seed}/world", *_store_jobs(cell, arm))
+            if len(grid(size)) > 1:
+                needs += tuple(run for runs in tune_jobs(arm.tuned_as, size) for run in runs)
+            jobs.append(Job(f"{cell}/{name}", "train", needs, {"warm": w, "seed": seed, "arm": name}))
+    return jobs
+
+
+def _tuning(w: int, tuned: Sequence[str], size: SizeConfig) -> list[Job]:
+    jobs = _stores(w, TUNING_SEED, [TRAINED[name] for name in tuned if TRAINED[name].store])
+    for name in tuned:
+        needs = (f"w{w}/policy", f"s{TUNING_SEED}/world")
+        needs += _store_jobs(f"w{w}s{TUNING_SEED}", TRAINED[name]) if TRAINED[name].store else ()
+        for i, (lr, clip) in enumerate(grid(size)):
+            told = {"warm": w, "seed": TUNING_SEED, "arm": name, "lr": lr, "clip": clip}
+            jobs.append(Job(f"tune/w{w}/{name}/{i}", "tune", needs, told))
+    return jobs
+
+
+def _store_jobs(cell: str, arm: Arm) -> tuple[str, ...]:
+    if arm.tests == ("off",) and not arm.store:
+        return ()
+    return (f"{cell}/made" if arm.test_store in MADE else f"{cell}/{arm.test_store}",)
+
+
+def store_folder(out: Path, cell: str, store: str) -> Path:
+    """Where a store of a cell lies."""
+    return out / cell / "made" / store if store in MADE else out / cell / store / "run" / "hek"
+
+
+def split_of(sample_id: str, group: str, held_out: Sequence[str]) -> str:
+    """in_domain, paraphrase (a wording that was never trained on) or held_out (a family that was not)."""
+    if sample_id.split("-")[0] in held_out:
+        return "held_out"
+    return "paraphrase" if group.endswith("_new_wording") else "in_domain"
