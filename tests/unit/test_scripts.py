@@ -14,6 +14,8 @@ import evaluate
 import train
 from hiexp.assemble import Config, load_models
 from hiexp.config import ConfigError, load
+from hiexp.data import read_samples
+from hiexp.judge import rule_score
 from hiexp.tracking import read_metrics, read_trajectories
 from hiexp.trajectory import Source
 from tests.untrained import untrained_lab
@@ -127,3 +129,14 @@ def test_unhelpful_group_sizes_are_warned_of(settings, tmp_path):
         run(train.main, settings, f"out={tmp_path / 'a'}", "rollout.group_size=1", "train.steps=1")
     with pytest.warns(UserWarning, match="more than the 16 questions"):
         run(train.main, settings, f"out={tmp_path / 'b'}", "train.prompts_per_step=17", "train.steps=1")
+
+
+def test_a_judge_gives_the_reward_and_is_needed_at_once(settings, tmp_path):
+    judged = ("reward.metric=judge", "reward.format_floor=0", "train.steps=1")
+    with pytest.raises(ConfigError, match=r"judge\.first\.model is empty"):
+        run(train.main, settings, f"out={tmp_path / 'none'}", *judged)
+    assert not (tmp_path / "none").exists()
+    run(train.main, settings, f"out={tmp_path / 'run'}", *judged, "judge.first.model=rule")
+    golds = {sample.id: sample.answers for sample in read_samples(tmp_path / "train.jsonl")}
+    for one in read_trajectories(tmp_path / "run/trajectories.jsonl"):
+        assert one.reward == (rule_score(golds[one.sample_id], one.answer) / 5 if one.answer.strip() else 0)
