@@ -308,6 +308,7 @@ def test_bug_54_the_ratio_on_policy_is_one_at_every_temperature_and_a_cut_distri
     rollout = SimpleNamespace(temperature=1.0, top_p=0.95, group_size=4)
     cfg: Any = SimpleNamespace(
         rollout=rollout,
+        reward=RewardConfig(),
         loss=LossConfig(mismatch="truncate"),
         engine=SimpleNamespace(tensor_parallel=1),
         train=SimpleNamespace(prompts_per_step=1, refill=0),
@@ -490,6 +491,8 @@ def test_a_bfloat16_policy_is_refused_even_if_one_parameter_is_of_that_type():
 
 class ScriptedAgent:
     """Answers right, wrong or in part as the sample's id says, and keeps what it was asked."""
+
+    judge = None
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[str], int, int]] = []
