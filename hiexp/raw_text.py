@@ -40,11 +40,12 @@ def text_of(file: Path) -> Iterator[TextIO]:
     """The file as text, unpacked; what goes wrong while it is read becomes an error that names it."""
     opener = _opener(file)
     try:
-        with opener(file, "rt", encoding="utf-8-sig", newline="\n") as stream:  # a lone \r is part of a text
-            yield stream
-    except UnicodeDecodeError as error:
-        line, byte = _not_utf8(file, opener)
-        raise DataError(f"{file}:{line}: not UTF-8 text ({error.reason}, byte {byte} of the text)") from error
+        try:
+            with opener(file, "rt", encoding="utf-8-sig", newline="\n") as stream:  # a lone \r is part of a text
+                yield stream
+        except UnicodeDecodeError as error:
+            line, byte = _not_utf8(file, opener)  # which may come upon damage in a packed file
+            raise DataError(f"{file}:{line}: not UTF-8 text ({error.reason}, byte {byte} of the text)") from error
     except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
         raise DataError(f"{file} is damaged or cut off ({error}); fetch it again") from error
     except OSError as error:
