@@ -33,7 +33,6 @@ from hiexp.eval_run import (
     record_hashes,
     run_arm,
     setting_of,
-    write_trajectories,
 )
 from hiexp.evaluation import EvalResult, file_name, overall_table, summarise, write_results
 from hiexp.hek import refuse_evaluation_questions
@@ -46,7 +45,7 @@ from hiexp.resume import file_hash
 from hiexp.significance import verbosity
 from hiexp.tables import COMMANDS
 from hiexp.tables import main as make_tables
-from hiexp.tracking import Timer, finish_run, open_run_folder
+from hiexp.tracking import Timer, finish_run, open_run_folder, write_trajectories
 
 DAY = 86400.0
 
@@ -119,7 +118,8 @@ def report(
         lines = out / f"samples_{file_name(arm.name)}.jsonl"
         write_attempts(lines, attempts)
         about[arm.name]["samples_sha256"] = file_hash(lines)
-        write_trajectories(out, arm, trajectories)
+        if trajectories:
+            write_trajectories(out / f"trajectories_{file_name(arm.name)}.jsonl", trajectories)
         results[arm.name] = replace(result, attempts=())
     write_results(out, results, {arm.name: setting_of(arm, cfg, agent) for arm in arms}, about)
     write_leaderboard(out / "report.html", [out])

@@ -181,8 +181,8 @@ class Ledger:
         with self._lock:
             self._own.add({key: record})
 
-    def attempts(self) -> Iterator[tuple[Attempt, dict[str, Any] | None]]:
-        """(attempt, its trajectory as JSON or None) in the order of the questions; ConfigError where one is missing."""
+    def attempts(self) -> Iterator[tuple[Attempt, Trajectory | None]]:
+        """(attempt, its trajectory if it is kept) in the order of the questions; ConfigError where one is missing."""
         for sample in self._arm.bench.samples:
             for member in range(self._arm.decoding.samples):
                 record = self._find(sample.id, member)
@@ -190,7 +190,8 @@ class Ledger:
                     raise ConfigError(
                         f"arm {self._arm.name}: no attempt {member} at {sample.id}; run the command again"
                     )
-                yield Attempt.from_json(record["attempt"]), record.get("trajectory")
+                kept = record.get("trajectory")
+                yield Attempt.from_json(record["attempt"]), Trajectory.from_json(kept) if kept else None
 
     def _find(self, sample_id: str, member: int) -> dict[str, Any] | None:
         key = self._key(sample_id, member)
@@ -292,13 +293,3 @@ def record_hashes(out: Path, cfg: Config, benches: Sequence[Bench]) -> None:
         hashes["model"] = folder_hash(cfg.model.path)
     hashes["hek"] = folder_hash(cfg.hek.path)
     write_json(path, json.loads(path.read_text(encoding="utf-8")) | {"hashes": hashes})
-
-
-def write_trajectories(out: Path, arm: Arm, records: Sequence[dict[str, Any]]) -> None:
-    """trajectories_<arm>.jsonl, for `python -m hiexp.tracking show`: the first attempt at each question."""
-    if not records:
-        return
-    target = out / f"trajectories_{file_name(arm.name)}.jsonl"
-    part = target.with_name(target.name + ".tmp")
-    part.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), encoding="utf-8")
-    part.replace(target)

@@ -196,10 +196,6 @@ def size_of(model: str) -> str:
     return f"{float(found[1]):g}{found[2].upper()}" if found else ""
 
 
-def known_labels(spec: TableSpec) -> list[str]:
-    return list(dict.fromkeys(row.label for row in paper_rows(spec.name)))
-
-
 def _sizeless(label: str) -> str:
     """A label to compare by: without case, stars, brackets and the size of the model."""
     text = re.sub(r"(?:(?<=[-\s(])|^)\d+(?:\.\d+)?[bm]\b", " ", label.lower())
