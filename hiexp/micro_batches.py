@@ -79,7 +79,8 @@ class MicroBatcher:
     def __init__(self, backend: ScoredSearch, size: int, gather: float, max_waiting: int) -> None:
         """`size`: queries searched together; a request with more is searched alone."""
         self._backend, self._size, self._gather, self._max_waiting = backend, size, gather, max_waiting
-        self._jobs: deque[_Job] = deque()
+        self._jobs: deque[_Job] = deque()  # those that wait
+        self._taken: list[_Job] = []  # those that are searched now
         self._news = asyncio.Event()
         self.waiting = self.batches = self.batched = self.largest = self.dropped = 0
 
@@ -95,12 +96,12 @@ class MicroBatcher:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """The worker works in this block; what waits at its end is answered first."""
+        """The worker works in this block; what waits or is searched at its end is answered first."""
         thread = _Thread()
         worker = asyncio.create_task(self._work(thread))
         try:
             yield
-            while any(not job.answer.done() for job in self._jobs):
+            while any(not job.answer.done() for job in (*self._jobs, *self._taken)):
                 await asyncio.sleep(0.01)
         finally:
             worker.cancel()
@@ -112,7 +113,7 @@ class MicroBatcher:
             await self._news.wait()
             if is_shared and self.waiting < self._size:
                 await asyncio.sleep(self._gather)
-            jobs = self._take()
+            jobs = self._taken = self._take()
             is_shared = len(jobs) > 1
             if not jobs:
                 continue

@@ -142,9 +142,17 @@ def test_too_much_is_refused_and_later_taken_again():
     play(scene, max_waiting=3)
 
 
-def test_what_waits_at_the_end_is_answered():
+class Delayed(Slow):
+    """Every search takes longer than the pause in which an ending batcher looks whether it is done."""
+
+    def search_scored(self, queries, top_k):
+        time.sleep(0.05)
+        return super().search_scored(queries, top_k)
+
+
+def test_what_waits_or_is_searched_at_the_end_is_answered():
     async def run():
-        backend = Slow()
+        backend = Delayed()
         batcher = MicroBatcher(backend, 1, 0.0, 100)
         async with batcher.running():
             first = await held(batcher, backend)
