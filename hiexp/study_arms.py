@@ -14,6 +14,11 @@ E3 = ("rollout.strategy_level=3", "rollout.use_cases=false")
 E2_E1 = ("rollout.strategy_level=2", "rollout.use_cases=true")
 E3_E1 = ("rollout.strategy_level=3", "rollout.use_cases=true")
 GSPO = ("loss.algorithm=gspo",)
+RFT = (
+    "sft.min_reward=1", "sft.per_question=2", "sft.epochs=12", "sft.rows_per_step=16",
+    "optim.lr=3e-4", "optim.schedule=constant",
+)  # fmt: skip
+"""rejection-sampled fine-tuning on the right attempts that the HEK was built from; chosen on validation questions"""
 CORE, FULL = "core", "full"
 
 
@@ -29,8 +34,10 @@ class Arm:
     """name in study_stores.STORES of the experience it trains with and is tested with; empty = none in training"""
     tuned_as: str = ""
     """the arm whose learning rate and clip range it takes; a control takes those of what it controls"""
+    rft: bool = False
+    """begins with rejection-sampled fine-tuning (RFT below) instead of with the warm start itself"""
     steps: float = 1.0
-    """training steps in those of the study"""
+    """training steps in those of the study; 0 = no RL"""
     prompts: float = 1.0
     """questions per step in those of the study"""
     trains: bool = True
@@ -112,6 +119,12 @@ TRAINED = {
         "self",
         "half",
         set=FULL,
+    ),
+    "rft": Arm("RFT on the attempts of the HEK's build, no RL", E2, "", "rft_grpo", rft=True, steps=0, set=FULL),
+    "rft_grpo": Arm("control: RFT, then GRPO without experience", E2, "", "rft_grpo", rft=True, set=FULL),
+    "rft_e2": Arm("RFT, then GRPO with patterns", E2, "self", "rft_e2", rft=True, set=FULL),
+    "grpo_long": Arm(
+        "control: GRPO for the CPU time of rft_e2, its HEK and its RFT", (), "", "grpo", steps=2.5, set=FULL
     ),
 }
 ARMS = UNTRAINED | TRAINED

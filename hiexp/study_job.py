@@ -31,8 +31,8 @@ from hiexp.resume import seed_everything
 from hiexp.rewards import score
 from hiexp.search import open_search
 from hiexp.search_types import SearchBackend
-from hiexp.study_arms import ARMS, TRAINED, Arm, clip_settings
-from hiexp.study_plan import SizeConfig, StudyConfig, grid, split_of, store_folder, tune_jobs
+from hiexp.study_arms import ARMS, RFT, TRAINED, Arm, clip_settings
+from hiexp.study_plan import SizeConfig, StudyConfig, grid, split_of, start_policy, store_folder, tune_jobs
 from hiexp.study_stores import write_stores
 from hiexp.tracking import write_json
 
@@ -159,19 +159,28 @@ def free(place: Place, told: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def rft(place: Place, told: dict[str, Any]) -> dict[str, Any]:
+    """hiexp/sft.py on the right attempts that the cell's own store was built from."""
+    attempts = place.out / f"w{told['warm']}s{told['seed']}" / "self/run/trajectories.jsonl"
+    cfg = place.settings(told["warm"], told["seed"], f"sft.train={attempts}", *RFT)
+    place.script("hiexp.sft", cfg)
+    shutil.rmtree(place.folder / "run/checkpoints", ignore_errors=True)
+    return {"rows": json.loads((place.folder / "run/summary.json").read_text())["rows"]}
+
+
 def train(place: Place, told: dict[str, Any]) -> dict[str, Any]:
     """One arm in one cell: train.py, then every test split, with experience and without as the arm says."""
     arm, cell = TRAINED[told["arm"]], f"w{told['warm']}s{told['seed']}"
     lr, clip = choice(place.out, arm.tuned_as, place.size)
     cfg = _trained(place, told, arm, lr, clip, place.size.steps)
-    place.script("train", cfg)
-    end = json.loads((place.folder / "run/summary.json").read_text())
-    store = end["hek"] or (str(store_folder(place.out, cell, arm.test_store)) if "on" in arm.tests else "")
-    tested = replace(
-        cfg,
-        model=replace(cfg.model, path=str(place.folder / "run/policy")),
-        hek=replace(cfg.hek, path=store),
-    )
+    policy, store = cfg.model.path, ""
+    if arm.steps:
+        place.script("train", cfg)
+        policy = str(place.folder / "run/policy")
+        store = json.loads((place.folder / "run/summary.json").read_text())["hek"]
+    if not store and "on" in arm.tests:
+        store = str(store_folder(place.out, cell, arm.test_store))
+    tested = replace(cfg, model=replace(cfg.model, path=policy), hek=replace(cfg.hek, path=store))
     tests = Tests(place, tested)
     with _whole(place.folder / "results.jsonl") as add:
         for hek in arm.tests:
@@ -262,9 +271,10 @@ def _trained(place: Place, told: dict[str, Any], arm: Arm, lr: float, clip: str,
     return place.settings(
         told["warm"],
         told["seed"],
+        f"model.path={start_policy(place.out, told['warm'], told['seed'], arm)}",
         f"optim.lr={lr}",
         *clip_settings(clip),
-        f"train.steps={round(steps * arm.steps)}",
+        f"train.steps={max(1, round(steps * arm.steps))}",
         f"train.prompts_per_step={round(place.size.prompts * arm.prompts)}",
         *(_experience(place, cell, arm) if arm.store else ()),
         *arm.overrides,
@@ -291,7 +301,7 @@ def _whole(path: Path) -> Iterator[Callable[[Iterator[dict[str, Any]]], None]]:
 
 KINDS: dict[str, Callable[[Place, dict[str, Any]], dict[str, Any]]] = {
     "warm": warm, "world": world, "build": build, "make": make, "measure": measure,
-    "free": free, "train": train, "tune": tune,
+    "rft": rft, "free": free, "train": train, "tune": tune,
 }  # fmt: skip
 
 

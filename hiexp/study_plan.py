@@ -3,6 +3,7 @@
     <out>/w0/policy, w1/policy, teacher/policy      warm starts
     <out>/s0/world ...                              a world per seed, the same for all warm starts and arms
     <out>/w0s0/self, teacher, made                  stores of one warm start in one world
+    <out>/w0s0/rft_start                            its policy after fine-tuning on the attempts behind its own store
     <out>/w0s0/base                                 every untrained arm, tested
     <out>/w0s0/grpo ...                             an arm: trained, then tested
     <out>/tune/w0/grpo/0 ...                        a point of the grid, trained in a world of its own
@@ -172,12 +173,13 @@ def _stores(w: int, seed: int, arms: Sequence[Arm]) -> list[Job]:
 def _cell(w: int, seed: int, arms: dict[str, Arm], size: SizeConfig) -> list[Job]:
     cell, jobs = f"w{w}s{seed}", _stores(w, seed, list(arms.values()))
     stores = tuple(job.name for job in jobs)
+    jobs += _rft(w, seed, list(arms.values()))
     if untrained := [name for name in arms if name in UNTRAINED]:
         needs = (f"w{w}/policy", f"s{seed}/world", *stores)
         jobs.append(Job(f"{cell}/base", "free", needs, {"warm": w, "seed": seed, "arms": untrained}))
     for name, arm in arms.items():
         if arm.trains:
-            needs = (f"w{w}/policy", f"s{seed}/world", *_store_jobs(cell, arm))
+            needs = (f"w{w}/policy", f"s{seed}/world", *_store_jobs(cell, arm), *_start_jobs(cell, arm))
             if len(grid(size)) > 1:
                 needs += tuple(run for runs in tune_jobs(arm.tuned_as, size) for run in runs)
             jobs.append(Job(f"{cell}/{name}", "train", needs, {"warm": w, "seed": seed, "arm": name}))
@@ -185,10 +187,12 @@ def _cell(w: int, seed: int, arms: dict[str, Arm], size: SizeConfig) -> list[Job
 
 
 def _tuning(w: int, tuned: Sequence[str], size: SizeConfig) -> list[Job]:
-    jobs = _stores(w, TUNING_SEED, [TRAINED[name] for name in tuned if TRAINED[name].store])
+    arms = [TRAINED[name] for name in tuned]
+    jobs = _stores(w, TUNING_SEED, [arm for arm in arms if arm.store or arm.rft]) + _rft(w, TUNING_SEED, arms)
     for name in tuned:
         needs = (f"w{w}/policy", f"s{TUNING_SEED}/world")
-        needs += _store_jobs(f"w{w}s{TUNING_SEED}", TRAINED[name]) if TRAINED[name].store else ()
+        cell, arm = f"w{w}s{TUNING_SEED}", TRAINED[name]
+        needs += (*(_store_jobs(cell, arm) if arm.store else ()), *_start_jobs(cell, arm))
         for i, (lr, clip) in enumerate(grid(size)):
             told = {"warm": w, "seed": TUNING_SEED, "arm": name, "lr": lr, "clip": clip}
             jobs.append(Job(f"tune/w{w}/{name}/{i}", "tune", needs, told))
@@ -199,6 +203,22 @@ def _store_jobs(cell: str, arm: Arm) -> tuple[str, ...]:
     if arm.tests == ("off",) and not arm.store:
         return ()
     return (f"{cell}/made" if arm.test_store in MADE else f"{cell}/{arm.test_store}",)
+
+
+def _rft(w: int, seed: int, arms: Sequence[Arm]) -> list[Job]:
+    if not any(arm.rft for arm in arms):
+        return []
+    cell = f"w{w}s{seed}"
+    return [Job(f"{cell}/rft_start", "rft", (f"{cell}/self",), {"warm": w, "seed": seed})]
+
+
+def _start_jobs(cell: str, arm: Arm) -> tuple[str, ...]:
+    return (f"{cell}/rft_start",) if arm.rft else ()
+
+
+def start_policy(out: Path, warm: int, seed: int, arm: Arm) -> Path:
+    """What an arm is trained from."""
+    return out / (f"w{warm}s{seed}/rft_start/run/policy" if arm.rft else f"w{warm}/policy/policy")
 
 
 def store_folder(out: Path, cell: str, store: str) -> Path:

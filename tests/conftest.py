@@ -50,7 +50,7 @@ def scripted_engine(byte_tokenizer: PreTrainedTokenizerFast) -> Callable[..., Sc
 
 @pytest.hookimpl(tryfirst=True)  # before the plugin reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Several workers (`pytest -n 2 --dist loadgroup`) share files among them, and the one demo is run by one of them."""
+    """Several workers (`pytest -n 2 --dist loadgroup`) share out whole files; what needs the demo is one worker's."""
     for item in items:
         has_demo = "lab" in getattr(item, "fixturenames", ())
         item.add_marker(pytest.mark.xdist_group("demo" if has_demo else item.path.name))

@@ -8,8 +8,8 @@ import pytest
 from hiexp.assemble import Config
 from hiexp.config import ConfigError, load
 from hiexp.study_arms import ARMS, TRAINED, TUNED, UNTRAINED, chosen_arms, clip_settings
-from hiexp.study_plan import SizeConfig, StudyConfig, grid, plan, split_of, tune_jobs
-from hiexp.study_stats import BY_SPLIT, CLAIMS
+from hiexp.study_plan import SizeConfig, StudyConfig, grid, plan, split_of, start_policy, tune_jobs
+from hiexp.study_stats import BETTER, BY_SPLIT, CLAIMS
 from hiexp.study_stores import STORES
 
 LAB = str(Path(__file__).resolve().parents[2] / "configs" / "lab.yaml")
@@ -64,6 +64,9 @@ def test_no_two_arms_of_one_kind_are_the_same():
         ("filler", "e2_e1", set()),
         ("by_teacher", "e2_e1", set()),
         ("grpo_half", "grpo", set()),
+        ("grpo_long", "grpo", set()),
+        ("rft_e2", "e2", set()),
+        ("rft_e2", "rft_grpo", set()),
     ],
 )
 def test_arms_differ_in_what_they_claim_to(one, other, what):
@@ -83,8 +86,23 @@ def test_controls_differ_from_their_arm_in_store_or_dose_alone():
         assert TRAINED[control].tuned_as == arm, "a control is trained at the learning rate of what it controls"
 
 
+def test_arms_after_fine_tuning_wait_for_it_and_start_from_it():
+    cfg = StudyConfig("out", arms=("rft", "rft_grpo", "rft_e2", "e2"), size=SizeConfig(seeds=1, warm_starts=1))
+    jobs = {job.name: job for job in plan(cfg)}
+    assert jobs["w0s0/rft_start"].needs == ("w0s0/self",) and jobs["w0s1000/rft_start"].needs == ("w0s1000/self",)
+    for arm in ("rft", "rft_grpo", "rft_e2"):
+        assert "w0s0/rft_start" in jobs[f"w0s0/{arm}"].needs
+    assert "w0s1000/rft_start" in jobs["tune/w0/rft_e2/0"].needs
+    assert "w0s0/rft_start" not in jobs["w0s0/e2"].needs
+    names = list(jobs)
+    assert all(names.index(need) < names.index(name) for name, job in jobs.items() for need in job.needs)
+    assert start_policy(Path("o"), 1, 2, ARMS["rft_e2"]) == Path("o/w1s2/rft_start/run/policy")
+    assert start_policy(Path("o"), 1, 2, ARMS["e2"]) == Path("o/w1/policy/policy")
+    assert not any(job.kind == "rft" for job in plan(StudyConfig("out")))
+
+
 def test_claims_say_each_thing_once():
-    for claim in CLAIMS:
+    for claim in (*CLAIMS, BETTER):
         says = [row[0] for row in (*claim.rows, *claim.controls)]
         assert len(set(says)) == len(says), "the page and the table look rows up by what they say"
 
@@ -100,9 +118,12 @@ def test_sets_and_names():
 def test_claims_name_arms_of_the_core_set_that_are_tested_that_way():
     core = chosen_arms((), "core")
     rows = [row for claim in CLAIMS for row in (*claim.rows, *claim.controls)]
-    for says, *sides in (*rows, *BY_SPLIT):
+    for says, *sides in rows:
         for arm, hek in sides:
             assert hek in core[arm].tests, (says, arm, hek)
+    for says, *sides in (*BETTER.rows, *BETTER.controls, *BY_SPLIT):
+        for arm, hek in sides:
+            assert hek in ARMS[arm].tests, (says, arm, hek)
 
 
 def test_clip_settings():
@@ -118,7 +139,7 @@ def test_every_arm_gets_the_same_grid():
     size = SizeConfig()
     points = {name: len(tune_jobs(name, size)) for name in TUNED}
     assert set(points.values()) == {len(grid(size))}
-    jobs = {job.name: job for job in plan(StudyConfig("x"))}
+    jobs = {job.name: job for job in plan(StudyConfig("x", set="full"))}
     tried = {(job.told["arm"], job.told["lr"], job.told["clip"]) for job in jobs.values() if job.kind == "tune"}
     assert tried == {(name, lr, clip) for name in TUNED for lr, clip in grid(size)}
 

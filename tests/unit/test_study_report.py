@@ -9,11 +9,11 @@ import pytest
 from scipy import stats
 
 from hiexp.experience import LEVELS
-from hiexp.study_arms import ARMS, TRAINED, chosen_arms
+from hiexp.study_arms import ARMS, TRAINED
 from hiexp.study_figure import curve, figure
 from hiexp.study_plan import SizeConfig, StudyConfig, plan
 from hiexp.study_report import write_study
-from hiexp.study_stats import BY_SPLIT, CLAIMS
+from hiexp.study_stats import BETTER, BY_SPLIT, CLAIMS
 from hiexp.tracking import write_json
 
 SPLITS = {"in_domain": 4, "paraphrase": 2, "held_out": 2, "second_world": 3}
@@ -31,7 +31,7 @@ def write_job(out, job, rng):
     folder = out / job.name
     folder.mkdir(parents=True)
     write_json(folder / "done.json", {"told": job.told, "cpu_seconds": 10.0, "score": float(rng.random())})
-    if job.kind == "build":
+    if job.kind in ("build", "measure"):
         (folder / "run" / "hek").mkdir(parents=True)
         for level in LEVELS:
             entry = {"description": "label , founder", "qa_groups": [["label_founder-train-1", "x"]]}
@@ -56,7 +56,7 @@ def write_job(out, job, rng):
 
 @pytest.fixture
 def study(tmp_path):
-    cfg, rng = StudyConfig(str(tmp_path), size=SIZE), np.random.default_rng(0)
+    cfg, rng = StudyConfig(str(tmp_path), set="full", size=SIZE), np.random.default_rng(0)
     jobs = plan(cfg)
     for job in jobs:
         write_job(tmp_path, job, rng)
@@ -67,16 +67,16 @@ def test_the_report_has_every_claim_arm_and_verdict(study):
     out, cfg, jobs = study
     summary = write_study(out, cfg, {job.name for job in jobs})
     page = (out / "report.html").read_text()
-    for claim in CLAIMS:
+    for claim in (*CLAIMS, BETTER):
         assert f"({claim.number})" in page
         rows = summary["claims"][claim.number]["sampled"]
         assert len(rows) == len(claim.rows) + len(claim.controls)
         assert all(row["pairs"] == 6 for row in rows)
         assert all(row["verdict"] for row in rows[: len(claim.rows)])
-    for name, arm in chosen_arms((), "core").items():
+    for name, arm in ARMS.items():
         assert {f"{name} / {hek}" for hek in arm.tests} <= summary["arms"].keys()
     assert summary["stability"]["e2_e1 - grpo"]["panel"]["grad_norm_mean"]["pairs"] == 6
-    assert json.loads((out / "summary.json").read_text())["claims"].keys() == {"i", "ii", "iii", "iv"}
+    assert json.loads((out / "summary.json").read_text())["claims"].keys() == {"i", "ii", "iii", "iv", "better"}
     text = re.sub(r"<svg.*?</svg>", "", page, flags=re.DOTALL)
     assert text.count("<table>") == text.count("</table>") > 8
     assert "nan" not in text
@@ -88,7 +88,7 @@ def test_results_are_one_line_per_arm_cell_split_store_and_decoding(study):
     lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     keys = [(x["arm"], x["warm"], x["seed"], x["split"], x["hek"], x["decoding"]) for x in lines]
     assert len(set(keys)) == len(keys)
-    sides = sum(len(arm.tests) for arm in chosen_arms((), "core").values())
+    sides = sum(len(arm.tests) for arm in ARMS.values())
     assert len(keys) == sides * 6 * len(SPLITS) * 2
     assert all(x["scores"] for x in lines)
 
@@ -121,7 +121,7 @@ def test_claims_are_a_table_of_markdown_too(study):
     out, cfg, jobs = study
     summary = write_study(out, cfg, {job.name for job in jobs})
     rows = [line for line in (out / "claims.md").read_text().splitlines() if line.startswith("| ")]
-    wanted = sum(len(claim.rows) + len(claim.controls) + 1 for claim in CLAIMS)
+    wanted = sum(len(claim.rows) + len(claim.controls) + 1 for claim in (*CLAIMS, BETTER))
     assert [row.count("|") for row in rows] == [9] * wanted + [6] * (len(BY_SPLIT) + 1)
     gap = next(row for row in summary["by_split"] if row["split"] == "held_out")
     assert f"{100 * gap['difference']:+.1f} [" in next(row for row in rows[wanted:] if gap["says"] in row)
@@ -129,10 +129,18 @@ def test_claims_are_a_table_of_markdown_too(study):
     assert f"{100 * first['difference']:+.1f} [{100 * first['low']:.3g}, {100 * first['high']:.3g}]" in rows[1]
 
 
+def test_a_core_study_says_nothing_of_arms_that_it_has_not(study):
+    out, cfg, jobs = study
+    write_study(
+        out, cfg, {job.name for job in jobs if not job.name.rsplit("/", 1)[-1].startswith(("rft", "grpo_long"))}
+    )
+    assert "RFT" not in (out / "claims.md").read_text() and "RFT" not in (out / "report.html").read_text()
+
+
 def test_lessons_are_counted_by_who_wrote_them(study):
     out, cfg, jobs = study
     lessons = write_study(out, cfg, {job.name for job in jobs if job.name != "w0s0/teacher"})["lessons"]
-    assert lessons == {name: {f"level {n}": (1.0, 1.0, 1.0) for n in (1, 2)} for name in ("self", "teacher")}
+    assert lessons == {name: {f"level {n}": (1.0, 1.0, 1.0) for n in (1, 2)} for name in ("self", "teacher", "measured")}
 
 
 def test_costs_are_summed(study):
