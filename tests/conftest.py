@@ -46,11 +46,3 @@ def scripted_engine(byte_tokenizer: PreTrainedTokenizerFast) -> Callable[..., Sc
         return ScriptedEngine(tokenizer or byte_tokenizer, play, max_length)
 
     return build
-
-
-@pytest.hookimpl(tryfirst=True)  # before the plugin reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Several workers (`pytest -n 2 --dist loadgroup`) share out whole files; what needs the demo is one worker's."""
-    for item in items:
-        has_demo = "lab" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("demo" if has_demo else item.path.name))
