@@ -35,7 +35,7 @@ class Arm:
     tuned_as: str = ""
     """the arm whose learning rate and clip range it takes; a control takes those of what it controls"""
     rft: bool = False
-    """begins with rejection-sampled fine-tuning (RFT below) instead of with the warm start itself"""
+    """begins with rejection-sampled fine-tuning (RFT above) instead of with the warm start itself"""
     steps: float = 1.0
     """training steps in those of the study; 0 = no RL"""
     prompts: float = 1.0

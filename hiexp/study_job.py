@@ -274,7 +274,7 @@ def _trained(place: Place, told: dict[str, Any], arm: Arm, lr: float, clip: str,
         f"model.path={start_policy(place.out, told['warm'], told['seed'], arm)}",
         f"optim.lr={lr}",
         *clip_settings(clip),
-        f"train.steps={max(1, round(steps * arm.steps))}",
+        f"train.steps={max(1, round(steps * arm.steps))}",  # never run by an arm without RL
         f"train.prompts_per_step={round(place.size.prompts * arm.prompts)}",
         *(_experience(place, cell, arm) if arm.store else ()),
         *arm.overrides,

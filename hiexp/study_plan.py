@@ -154,7 +154,7 @@ def _world(seed: int) -> Job:
 
 def _stores(w: int, seed: int, arms: Sequence[Arm]) -> list[Job]:
     """Jobs for the stores that these arms train or are tested with."""
-    wanted, cell = {arm.test_store for arm in arms if arm.tests != ("off",) or arm.store}, f"w{w}s{seed}"
+    wanted, cell = {arm.test_store for arm in arms if arm.tests != ("off",) or arm.store or arm.rft}, f"w{w}s{seed}"
     ground = (f"w{w}/policy", f"s{seed}/world")
     if not wanted:
         return []

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from hiexp import study_job
 from hiexp.encoder import TfidfEncoder
 from hiexp.hek import HEK
+from hiexp.model import load_tokenizer
 from hiexp.study_stores import oracle
+from hiexp.trajectory import Segment, Source, Status, Trajectory
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = (
@@ -31,8 +34,58 @@ def results(out, job):
     return (out / job / "results.jsonl").read_text()
 
 
+def attempt(tokenizer, name, reward):
+    asked, answered = (
+        tokenizer(text, add_special_tokens=False)["input_ids"]
+        for text in (f"question : who founded {name} ?", f"<answer> {name} </answer>")
+    )
+    segments = [Segment(Source.PROMPT, tuple(asked)), Segment(Source.POLICY, tuple(answered), (0.0,) * len(answered))]
+    return Trajectory(name, segments=segments, status=Status.ANSWERED, reward=reward)
+
+
+def job(out, name, kind, told):
+    """Run a job in this process."""
+    (out / name).mkdir(parents=True, exist_ok=True)
+    (out / name / "job.json").write_text(json.dumps({"name": name, "kind": kind, "told": told}))
+    assert study_job.main([str(out / name)]) == 0
+    return json.loads((out / name / "done.json").read_text())
+
+
+def arms_after_fine_tuning_start_from_it(out, monkeypatch):
+    """On a finished study: the right attempts behind the store are learned, and RL begins there, or ends there."""
+    warm, cell = out / "w0/policy/policy", {"warm": 0, "seed": 0}
+    attempts = [attempt(load_tokenizer(str(warm)), f"town{i}", float(i < 3)) for i in range(5)]
+    lines = "".join(json.dumps(one.to_json()) + "\n" for one in attempts)
+    (out / "w0s0/self/run/trajectories.jsonl").write_text(lines)
+    assert job(out, "w0s0/rft_start", "rft", cell)["rows"] == 3
+    start, weights = out / "w0s0/rft_start/run/policy", "model.safetensors"
+    assert (start / weights).read_bytes() != (warm / weights).read_bytes()
+
+    for i in range(2):
+        (out / f"tune/w0/rft_grpo/{i}").mkdir(parents=True)
+        (out / f"tune/w0/rft_grpo/{i}/done.json").write_text('{"score": 0.5}')
+    tested = []
+
+    class Tests:
+        def __init__(self, place, cfg):
+            self.policy = cfg.model.path
+
+        def lines(self, arm, told, cfg, hek):
+            tested.append((arm, hek, self.policy, cfg.hek.path))
+            return iter(())
+
+    monkeypatch.setattr(study_job, "Tests", Tests)
+    store = str(out / "w0s0/self/run/hek")
+    for arm, policy in (("rft", start), ("rft_grpo", out / "w0s0/rft_grpo/run/policy")):
+        job(out, f"w0s0/{arm}", "train", cell | {"arm": arm})
+        assert tested == [(arm, "on", str(policy), store), (arm, "off", str(policy), store)]
+        tested.clear()
+    assert not (out / "w0s0/rft/run").exists()
+    assert f"path: {start}" in (out / "w0s0/rft_grpo/run/config.yaml").read_text()
+
+
 @pytest.mark.slow
-def test_a_tiny_study(tmp_path):
+def test_a_tiny_study(tmp_path, monkeypatch):
     out = tmp_path / "study"
     study(out, "grpo_half")
     # a policy of three steps has no success to learn from: the store that it would have built is put in its place
@@ -56,3 +109,4 @@ def test_a_tiny_study(tmp_path):
     assert results(out, "w0s0/grpo_half") == first, "the same seeds give the same numbers"
     metrics = [json.loads(line) for line in (out / "w0s0/grpo_half/run/metrics.jsonl").read_text().splitlines()]
     assert len(metrics) == 2 and metrics[0]["group/drawn"] == 1
+    arms_after_fine_tuning_start_from_it(out, monkeypatch)
