@@ -8,6 +8,7 @@ the same command goes on. A job that fails takes down those that need it and not
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,10 +52,7 @@ def run_study(cfg: StudyConfig) -> int:
 
 def is_done(out: Path, job: Job) -> bool:
     """Whether it has finished with what it is told now."""
-    try:
-        return json.loads((out / job.name / "done.json").read_text(encoding="utf-8"))["told"] == job.told
-    except (OSError, ValueError, KeyError):
-        return False
+    return _told(out / job.name / "done.json") == job.told
 
 
 @dataclass
@@ -101,6 +99,8 @@ class Runner:
 
     def _start(self, job: Job) -> None:
         folder = self.out / job.name
+        if folder.exists() and _told(folder / "job.json") != job.told:
+            shutil.rmtree(folder)  # a run of other settings has left files there that would be taken for its own
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "job.json", asdict(job))
         command = self.command(folder)
@@ -174,6 +174,14 @@ def _difference(before: Any, now: Any, name: str) -> str:
         return f"{name}: {before} there, {now} asked for"
     pairs = ((f"{name}.{key}", value, getattr(now, key)) for key, value in vars(before).items())
     return ", ".join(f"{key}: {old} there, {new} asked for" for key, old, new in pairs if old != new)
+
+
+def _told(path: Path) -> Any:
+    """What a job's file says that it was told; None without a whole file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["told"]
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def _last_line(log: Path) -> str:

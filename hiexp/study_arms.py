@@ -13,6 +13,8 @@ E2 = ("rollout.strategy_level=2", "rollout.use_cases=false")
 E3 = ("rollout.strategy_level=3", "rollout.use_cases=false")
 E2_E1 = ("rollout.strategy_level=2", "rollout.use_cases=true")
 E3_E1 = ("rollout.strategy_level=3", "rollout.use_cases=true")
+LOOSE = "hek.strategy_threshold=0.5"
+"""the lab's is 0.8: a pattern is shown where its title is near enough"""
 GSPO = ("loss.algorithm=gspo",)
 RFT = (
     "sft.min_reward=1", "sft.per_question=2", "sft.epochs=12", "sft.rows_per_step=16",
@@ -33,7 +35,7 @@ class Arm:
     store: str = ""
     """name in study_stores.STORES of the experience it trains with and is tested with; empty = none in training"""
     tuned_as: str = ""
-    """the arm whose learning rate and clip range it takes; a control takes those of what it controls"""
+    """the arm whose learning rate and clip range it takes; a control takes those of what it controls; empty = no RL"""
     rft: bool = False
     """begins with rejection-sampled fine-tuning (RFT above) instead of with the warm start itself"""
     steps: float = 1.0
@@ -52,6 +54,12 @@ class Arm:
         """What `on` means for it: its own store; for an arm without one, the policy's own experience."""
         return self.store or "self"
 
+    @property
+    def recipe(self) -> list[str]:
+        """All that its numbers depend on beside the study's size: an arm that has been edited is run again."""
+        varied = (f"{key}={getattr(self, key)}" for key in ("store", "tuned_as", "rft", "steps", "prompts"))
+        return [*self.overrides, *varied, f"tests={','.join(self.tests)}"]
+
 
 def _free(says: str, overrides: tuple[str, ...], store: str = "self", set: str = CORE) -> Arm:
     return Arm(says, overrides, store, trains=False, tests=("on",), set=set)
@@ -69,6 +77,10 @@ UNTRAINED = {
     "free_filler": _free("untrained, control: as many words that say nothing", E2_E1, "filler"),
     "free_oracle": _free("untrained, upper bound: the right plan of every kind of question", E2_E1, "oracle"),
     "free_mismatched": _free("untrained, control: titles kept, advice of other lessons", E2_E1, "mismatched", FULL),
+    "free_coarse": _free("untrained, patterns of wider clusters", E2, "coarse", FULL),
+    "free_loose": _free("untrained, patterns from farther away", (*E2, LOOSE), set=FULL),
+    "free_advice": _free("untrained, patterns that do not say when they apply", E2, "advice", FULL),
+    "free_titles": _free("untrained, patterns that say when they apply and nothing else", E2, "titles", FULL),
 }
 TRAINED = {
     "grpo": Arm("GRPO, no experience", tuned_as="grpo"),
@@ -120,15 +132,20 @@ TRAINED = {
         "half",
         set=FULL,
     ),
-    "rft": Arm("RFT on the attempts of the HEK's build, no RL", E2, "", "rft_grpo", rft=True, steps=0, set=FULL),
+    "half_e2": Arm("patterns, half of the groups without", (*E2, "dosage.dropout=0.5"), "self", "half", set=FULL),
+    "e2_coarse": Arm("as e2, wider clusters", E2, "coarse", "e2", set=FULL),
+    "e2_loose": Arm("as e2, patterns from farther away", (*E2, LOOSE), "self", "e2", set=FULL),
+    "e2_advice": Arm("as e2, patterns that do not say when they apply", E2, "advice", "e2", set=FULL),
+    "rft": Arm("RFT on the attempts of the HEK's build, no RL", E2, rft=True, steps=0, set=FULL),
     "rft_grpo": Arm("control: RFT, then GRPO without experience", E2, "", "rft_grpo", rft=True, set=FULL),
+    "rft_same": Arm("control: as rft_grpo, at the values of rft_e2", E2, "", "rft_e2", rft=True, set=FULL),
     "rft_e2": Arm("RFT, then GRPO with patterns", E2, "self", "rft_e2", rft=True, set=FULL),
     "grpo_long": Arm(
-        "control: GRPO for the CPU time of rft_e2, its HEK and its RFT", (), "", "grpo", steps=2.5, set=FULL
+        "control: GRPO for the CPU time of rft_e2, its HEK and its RFT", (), "", "grpo", steps=2.0, set=FULL
     ),
 }
 ARMS = UNTRAINED | TRAINED
-TUNED = tuple(dict.fromkeys(arm.tuned_as for arm in TRAINED.values()))
+TUNED = tuple(dict.fromkeys(arm.tuned_as for arm in TRAINED.values() if arm.tuned_as))
 """arms that get a learning rate and a clip range of their own"""
 
 

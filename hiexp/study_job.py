@@ -24,14 +24,14 @@ from hiexp.checkpoint import save_policy
 from hiexp.config import ConfigError, load
 from hiexp.data import Sample, read_samples, write_samples
 from hiexp.encoder import TfidfEncoder
-from hiexp.hek import HEK, refuse_evaluation_questions
+from hiexp.hek import HEK, HEKConfig, refuse_evaluation_questions
 from hiexp.lab import LabConfig, WorldConfig, write_world
 from hiexp.lab_policy import WarmStartConfig, build_model, build_tokenizer, warm_start
 from hiexp.resume import seed_everything
 from hiexp.rewards import score
 from hiexp.search import open_search
 from hiexp.search_types import SearchBackend
-from hiexp.study_arms import ARMS, RFT, TRAINED, Arm, clip_settings
+from hiexp.study_arms import ARMS, TRAINED, Arm, clip_settings
 from hiexp.study_plan import SizeConfig, StudyConfig, grid, split_of, start_policy, store_folder, tune_jobs
 from hiexp.study_stores import write_stores
 from hiexp.tracking import write_json
@@ -121,7 +121,7 @@ def build(place: Place, told: dict[str, Any]) -> dict[str, Any]:
     reflector = [f"build.reflector.model={place.out / told['reflector'] / 'policy'}"] if "reflector" in told else []
     if reflector:  # who abstracts is the teacher too: its whole knowledge against the policy's own
         reflector.append(reflector[0].replace("reflector", "abstractor", 1))
-    cfg = place.settings(told["warm"], told["seed"], *reflector)
+    cfg = place.settings(told["warm"], told["seed"], *reflector, *told.get("settings", ()))
     seed_everything(cfg.seed, 0)
     place.script("build_hek", cfg)
     return {"entries": json.loads((place.folder / "run/summary.json").read_text())["entries"]}
@@ -162,7 +162,7 @@ def free(place: Place, told: dict[str, Any]) -> dict[str, Any]:
 def rft(place: Place, told: dict[str, Any]) -> dict[str, Any]:
     """hiexp/sft.py on the right attempts that the cell's own store was built from."""
     attempts = place.out / f"w{told['warm']}s{told['seed']}" / "self/run/trajectories.jsonl"
-    cfg = place.settings(told["warm"], told["seed"], f"sft.train={attempts}", *RFT)
+    cfg = place.settings(told["warm"], told["seed"], f"sft.train={attempts}", *told["settings"])
     place.script("hiexp.sft", cfg)
     shutil.rmtree(place.folder / "run/checkpoints", ignore_errors=True)
     return {"rows": json.loads((place.folder / "run/summary.json").read_text())["rows"]}
@@ -186,7 +186,7 @@ def train(place: Place, told: dict[str, Any]) -> dict[str, Any]:
         for hek in arm.tests:
             add(tests.lines(told["arm"], told, tested, hek))
     shutil.rmtree(place.folder / "run/checkpoints", ignore_errors=True)  # three times the weights, for 150 runs
-    return {"lr": lr, "clip": clip}
+    return {"lr": lr, "clip": clip} if arm.steps else {}
 
 
 def tune(place: Place, told: dict[str, Any]) -> dict[str, Any]:
@@ -204,9 +204,9 @@ def tune(place: Place, told: dict[str, Any]) -> dict[str, Any]:
 
 
 def choice(out: Path, tuned_as: str, size: SizeConfig) -> tuple[float, str]:
-    """The point of the grid with the best mean score over warm starts; the first of equals."""
+    """The point of the grid with the best mean score over warm starts; the first of equals, or for no RL."""
     points = grid(size)
-    if len(points) == 1:
+    if len(points) == 1 or not tuned_as:
         return points[0]
     scores = [
         fmean(json.loads((out / run / "done.json").read_text())["score"] for run in runs)
@@ -219,7 +219,7 @@ class Tests:
     """The test questions of a cell and the policy that answers them."""
 
     def __init__(self, place: Place, cfg: Config) -> None:
-        self.size, self.agent = place.size, open_agent(replace(cfg, hek=replace(cfg.hek, path="")))
+        self.size, self.agent = place.size, open_agent(replace(cfg, hek=HEKConfig()))
         self.agent.encoder = TfidfEncoder.load(cfg.encoder.path)
         start_engine(self.agent, cfg, *engine_only(cfg))
         other = place.world(cfg.seed) / "other"

@@ -2,7 +2,7 @@
 
     <out>/w0/policy, w1/policy, teacher/policy      warm starts
     <out>/s0/world ...                              a world per seed, the same for all warm starts and arms
-    <out>/w0s0/self, teacher, made                  stores of one warm start in one world
+    <out>/w0s0/self, teacher, coarse, made ...      stores of one warm start in one world
     <out>/w0s0/rft_start                            its policy after fine-tuning on the attempts behind its own store
     <out>/w0s0/base                                 every untrained arm, tested
     <out>/w0s0/grpo ...                             an arm: trained, then tested
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hiexp.config import ConfigError
-from hiexp.study_arms import TRAINED, UNTRAINED, Arm, chosen_arms, clip_settings
-from hiexp.study_stores import MADE
+from hiexp.study_arms import RFT, TRAINED, UNTRAINED, Arm, chosen_arms, clip_settings
+from hiexp.study_stores import MADE, VARIED
 
 TUNING_SEED = 1000
 """world and questions of the tuning runs; no cell has them"""
@@ -96,6 +96,8 @@ class StudyConfig:
     """processes at once, one thread each; 0 = only collect what is finished and write the report"""
     config: str = "configs/lab.yaml"
     """settings of every job; looked for here, then in the checkout"""
+    worlds: tuple[int, ...] = ()
+    """seeds of the worlds that are run and reported; empty = 0 to size.seeds - 1. Others may join in the same folder"""
     overrides: tuple[str, ...] = ()
     """more key=value settings for every arm; like size they belong to the folder"""
     size: SizeConfig = field(default_factory=SizeConfig)
@@ -103,7 +105,17 @@ class StudyConfig:
     def __post_init__(self) -> None:
         if self.jobs < 0:
             raise ConfigError(f"jobs={self.jobs} must be 0 (report only) or above")
+        for seed in self.worlds:
+            if seed < 0 or seed == TUNING_SEED or self.worlds.count(seed) > 1:
+                raise ConfigError(
+                    f"worlds={list(self.worlds)}: {seed} must be a seed of 0 or above, named once, and not "
+                    f"{TUNING_SEED}, the world that learning rates are chosen in"
+                )
         chosen_arms(self.arms, self.set)
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return self.worlds or tuple(range(self.size.seeds))
 
 
 @dataclass(frozen=True)
@@ -123,7 +135,7 @@ def plan(cfg: StudyConfig) -> list[Job]:
     arms, size = chosen_arms(cfg.arms, cfg.set), cfg.size
     trained = {name: arm for name, arm in arms.items() if arm.trains}
     jobs = [Job(f"w{w}/policy", "warm", (), {"seed": w}) for w in range(size.warm_starts)]
-    tuned = tuple(dict.fromkeys(arm.tuned_as for arm in trained.values()))
+    tuned = tuple(dict.fromkeys(arm.tuned_as for arm in trained.values() if arm.tuned_as))
     if tuned and len(grid(size)) > 1:
         jobs.append(_world(TUNING_SEED))
         for w in range(size.tune_warm_starts):
@@ -131,7 +143,7 @@ def plan(cfg: StudyConfig) -> list[Job]:
     if any(arm.test_store == "teacher" for arm in arms.values()):
         shape = {"seed": TEACHER_SEED, "width": size.teacher_width, "layers": size.teacher_layers}
         jobs.append(Job("teacher/policy", "warm", (), shape))
-    for seed in range(size.seeds):
+    for seed in cfg.seeds:
         jobs.append(_world(seed))
         for w in range(size.warm_starts):
             jobs += _cell(w, seed, arms, size)
@@ -164,6 +176,9 @@ def _stores(w: int, seed: int, arms: Sequence[Arm]) -> list[Job]:
         jobs.append(Job(f"{cell}/teacher", "build", (*ground, "teacher/policy"), told))
     if "measured" in wanted:
         jobs.append(Job(f"{cell}/measured", "measure", (f"{cell}/self",), {"warm": w, "seed": seed}))
+    for name in (name for name in VARIED if name in wanted):
+        told = {"warm": w, "seed": seed, "settings": list(VARIED[name])}
+        jobs.append(Job(f"{cell}/{name}", "build", ground, told))
     if made := [name for name in MADE if name in wanted]:
         told = {"warm": w, "seed": seed, "names": made}
         jobs.append(Job(f"{cell}/made", "make", (f"{cell}/self",), told))
@@ -176,13 +191,15 @@ def _cell(w: int, seed: int, arms: dict[str, Arm], size: SizeConfig) -> list[Job
     jobs += _rft(w, seed, list(arms.values()))
     if untrained := [name for name in arms if name in UNTRAINED]:
         needs = (f"w{w}/policy", f"s{seed}/world", *stores)
-        jobs.append(Job(f"{cell}/base", "free", needs, {"warm": w, "seed": seed, "arms": untrained}))
+        told = {"warm": w, "seed": seed, "arms": {name: arms[name].recipe for name in untrained}}
+        jobs.append(Job(f"{cell}/base", "free", needs, told))
     for name, arm in arms.items():
         if arm.trains:
             needs = (f"w{w}/policy", f"s{seed}/world", *_store_jobs(cell, arm), *_start_jobs(cell, arm))
-            if len(grid(size)) > 1:
+            if arm.tuned_as and len(grid(size)) > 1:
                 needs += tuple(run for runs in tune_jobs(arm.tuned_as, size) for run in runs)
-            jobs.append(Job(f"{cell}/{name}", "train", needs, {"warm": w, "seed": seed, "arm": name}))
+            told = {"warm": w, "seed": seed, "arm": name, "recipe": arm.recipe}
+            jobs.append(Job(f"{cell}/{name}", "train", needs, told))
     return jobs
 
 
@@ -194,7 +211,7 @@ def _tuning(w: int, tuned: Sequence[str], size: SizeConfig) -> list[Job]:
         cell, arm = f"w{w}s{TUNING_SEED}", TRAINED[name]
         needs += (*(_store_jobs(cell, arm) if arm.store else ()), *_start_jobs(cell, arm))
         for i, (lr, clip) in enumerate(grid(size)):
-            told = {"warm": w, "seed": TUNING_SEED, "arm": name, "lr": lr, "clip": clip}
+            told = {"warm": w, "seed": TUNING_SEED, "arm": name, "recipe": arm.recipe, "lr": lr, "clip": clip}
             jobs.append(Job(f"tune/w{w}/{name}/{i}", "tune", needs, told))
     return jobs
 
@@ -209,7 +226,8 @@ def _rft(w: int, seed: int, arms: Sequence[Arm]) -> list[Job]:
     if not any(arm.rft for arm in arms):
         return []
     cell = f"w{w}s{seed}"
-    return [Job(f"{cell}/rft_start", "rft", (f"{cell}/self",), {"warm": w, "seed": seed})]
+    told = {"warm": w, "seed": seed, "settings": list(RFT)}
+    return [Job(f"{cell}/rft_start", "rft", (f"{cell}/self",), told)]
 
 
 def _start_jobs(cell: str, arm: Arm) -> tuple[str, ...]:

@@ -15,14 +15,14 @@ from typing import Any
 from hiexp.paired import Paired
 from hiexp.report import write_page
 from hiexp.run_panel import Metrics
-from hiexp.study_arms import ARMS, TRAINED
+from hiexp.study_arms import ARMS, TRAINED, TUNED
 from hiexp.study_figure import figure
 from hiexp.study_plan import StudyConfig, grid, store_folder, tune_jobs
 from hiexp.study_stats import (
-    BETTER,
     BY_SPLIT,
     CLAIMS,
     MACRO,
+    OURS,
     SPLITS,
     Cell,
     Claim,
@@ -91,9 +91,8 @@ def summarise(results: Results, runs: Mapping[str, Mapping[Cell, Metrics]]) -> d
 
 
 def _claims(results: Results) -> tuple[Claim, ...]:
-    """The paper's claims, and ours once it has all of its sides."""
-    is_whole = len(claim_rows(results, BETTER)) == len(BETTER.rows + BETTER.controls)
-    return (*CLAIMS, BETTER) if is_whole else CLAIMS
+    """The paper's claims, and each of ours once it has all of its sides."""
+    return *CLAIMS, *(one for one in OURS if len(claim_rows(results, one)) == len(one.rows + one.controls))
 
 
 def arm_table(results: Results) -> dict[str, Any]:
@@ -125,7 +124,7 @@ def _runs(out: Path, cfg: StudyConfig, finished: Collection[str]) -> dict[str, d
     runs: dict[str, dict[Cell, Metrics]] = {}
     for arm in (name for name, one in TRAINED.items() if one.steps):
         for w in range(cfg.size.warm_starts):
-            for seed in range(cfg.size.seeds):
+            for seed in cfg.seeds:
                 if (name := f"w{w}s{seed}/{arm}") in finished:
                     runs.setdefault(arm, {})[w, seed] = read_metrics(out / name / "run")
     return runs
@@ -136,7 +135,7 @@ def _lessons(out: Path, cfg: StudyConfig, finished: Collection[str]) -> dict[str
     table: dict[str, Any] = {}
     for store in BUILT:
         found: dict[str, list[float]] = {}
-        for cell in (f"w{w}s{seed}" for w in range(cfg.size.warm_starts) for seed in range(cfg.size.seeds)):
+        for cell in (f"w{w}s{seed}" for w in range(cfg.size.warm_starts) for seed in cfg.seeds):
             if f"{cell}/{store}" in finished:
                 for level, share in right_share(store_folder(out, cell, store)).items():
                     found.setdefault(level, []).append(share)
@@ -148,7 +147,7 @@ def _lessons(out: Path, cfg: StudyConfig, finished: Collection[str]) -> dict[str
 def _tuning(out: Path, cfg: StudyConfig, finished: Collection[str]) -> dict[str, Any]:
     """Arm -> validation EM of every point, and the one that was chosen."""
     points, table = grid(cfg.size), {}
-    for arm in dict.fromkeys(one.tuned_as for one in TRAINED.values()):
+    for arm in TUNED:
         jobs = tune_jobs(arm, cfg.size)
         if len(points) == 1 or not all(name in finished for runs in jobs for name in runs):
             continue
@@ -177,10 +176,10 @@ def page(summary: Mapping[str, Any], results: Results, drawing: str, cfg: StudyC
     size = cfg.size
     cells = len(results.cells(("grpo", "off")))
     head = (
-        f"<p>{size.seeds} worlds x {size.warm_starts} warm starts are planned; GRPO has finished in {cells} of these "
-        f"cells. Every arm trains for {size.steps} steps of {size.prompts} questions x {size.group} attempts. EM in "
-        "percent, macro mean over 16 families; differences are paired within a cell, with 95% t-intervals over cells, "
-        "not adjusted for their number.</p>"
+        f"<p>{len(cfg.seeds)} worlds x {size.warm_starts} warm starts are planned; GRPO has finished in {cells} of "
+        f"these cells. Every arm trains for {size.steps} steps of {size.prompts} questions x {size.group} attempts. "
+        "EM in percent, macro mean over 16 families; differences are paired within a cell, with 95% t-intervals over "
+        "cells, not adjusted for their number.</p>"
     )
     parts = [head, "<h2>Claims</h2>"]
     for claim in _claims(results):

@@ -211,19 +211,67 @@ BETTER = Claim(
     (
         ("RFT, then E2 > GRPO for its CPU time", ("rft_e2", ON), ("grpo_long", OFF)),
         ("that, HEK taken away", ("rft_e2", OFF), ("grpo_long", OFF)),
+        ("what the lessons add: > RFT, then GRPO at its learning rate", ("rft_e2", ON), ("rft_same", OFF)),
+        ("that too, HEK taken away", ("rft_e2", OFF), ("rft_same", OFF)),
     ),
     (
         ("RFT, then E2, against GRPO", ("rft_e2", ON), GRPO),
-        ("what experience adds: against RFT, then GRPO", ("rft_e2", ON), ("rft_grpo", OFF)),
-        ("that too, HEK taken away", ("rft_e2", OFF), ("rft_grpo", OFF)),
-        ("RFT, then GRPO, against GRPO for that CPU time", ("rft_grpo", OFF), ("grpo_long", OFF)),
-        ("RFT, then GRPO: HEK only when tested", ("rft_grpo", ON), ("rft_grpo", OFF)),
+        ("RFT, then E2, against RFT, then GRPO at a learning rate of its own", ("rft_e2", ON), ("rft_grpo", OFF)),
+        ("RFT, then GRPO at that rate, against GRPO for that CPU time", ("rft_same", OFF), ("grpo_long", OFF)),
+        ("RFT, then GRPO at that rate: HEK only when tested", ("rft_same", ON), ("rft_same", OFF)),
         ("RFT alone against GRPO", ("rft", OFF), GRPO),
         ("RFT alone: with HEK against without", ("rft", ON), ("rft", OFF)),
         ("GRPO for that CPU time against GRPO", ("grpo_long", OFF), GRPO),
     ),
     words=("better", "worse"),
 )
+DOSE = Claim(
+    "dose",
+    "how much of it, and when: each against GRPO",
+    tuple(
+        row
+        for arm, says in (
+            ("half", "half of the groups without"),
+            ("half_e2", "half without, patterns alone"),
+            ("half_e3_e1", "half without, strategies and cases"),
+            ("half_uplift", "half without, only to questions that gained"),
+            ("eighth", "an eighth without"),
+            ("anneal", "from all to none"),
+            ("closed", "an eighth without, the HEK refreshed"),
+        )
+        for row in ((says, (arm, ON), GRPO), (f"{says}, taken away", (arm, OFF), GRPO))
+    ),
+    (
+        ("GSPO, half of the groups without, against GSPO", ("gspo_half", ON), ("gspo", OFF)),
+        ("GSPO, half of the groups without, taken away", ("gspo_half", OFF), ("gspo", OFF)),
+    ),
+    words=("better", "worse"),
+)
+LESSON = Claim(
+    "lesson",
+    "which lesson is found, and what it says",
+    (
+        ("untrained: wider clusters against E2", ("free_coarse", ON), ("free_e2", ON)),
+        ("untrained: found from farther away, against E2", ("free_loose", ON), ("free_e2", ON)),
+        ("untrained: advice without titles against E2", ("free_advice", ON), ("free_e2", ON)),
+        ("trained: wider clusters against E2", ("e2_coarse", ON), ("e2", ON)),
+        ("trained: found from farther away, against E2", ("e2_loose", ON), ("e2", ON)),
+        ("trained: advice without titles against E2", ("e2_advice", ON), ("e2", ON)),
+        ("trained: E2 against GRPO", ("e2", ON), GRPO),
+        ("that, taken away", ("e2", OFF), GRPO),
+    ),
+    (
+        ("untrained: titles without advice against none", ("free_titles", ON), ("base", OFF)),
+        ("untrained: titles with the advice of others against E2+E1", ("free_mismatched", ON), ("free_e2_e1", ON)),
+        ("trained: titles with the advice of others against E2+E1", ("mismatched", ON), ("e2_e1", ON)),
+        ("trained: the right plans against E2+E1", ("oracle", ON), ("e2_e1", ON)),
+        ("trained: the right plans, taken away, against GRPO", ("oracle", OFF), GRPO),
+        ("trained: a question sees its own lesson, against E2+E1", ("leak", ON), ("e2_e1", ON)),
+        ("trained: a question sees its own lesson, taken away", ("leak", OFF), ("e2_e1", OFF)),
+    ),
+    words=("better", "worse"),
+)
+OURS = (DOSE, LESSON, BETTER)
 """of the full set: no claim of the paper"""
 
 BY_SPLIT = (
@@ -239,6 +287,7 @@ BY_SPLIT = (
     ("untrained: the right plans > none", ("free_oracle", ON), ("base", OFF)),
     ("RFT, then E2 > GRPO for its CPU time", ("rft_e2", ON), ("grpo_long", OFF)),
     ("RFT, then E2, HEK taken away, against GRPO for its CPU time", ("rft_e2", OFF), ("grpo_long", OFF)),
+    ("RFT, then E2 > RFT, then GRPO at its learning rate", ("rft_e2", ON), ("rft_same", OFF)),
 )
 """comparisons that are shown for every test split"""
 

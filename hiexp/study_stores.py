@@ -2,13 +2,16 @@
 
     self        what the policy wrote itself                                teacher     what a larger policy wrote
     measured    self, with the table and without the entries that do harm (hiexp.uplift)
+    coarse      what the policy wrote itself, in wider clusters
     shuffled    every lesson is found by the title of another one of its level: a question is shown a whole lesson, as
                 often and as long as before, but one that was drawn; it may be right by luck
     mismatched  titles stay, the advice under them is that of another lesson of the level
     filler      title and advice are replaced by as many words that say nothing; it is found where the lesson was
+    advice      the title alone is: the lesson no longer says when it applies
+    titles      the advice alone is: it no longer says what to do
     oracle      the right plan under every wording of every kind of question
 
-Only the first three are written by a model. The others are deterministic in (store, seed).
+Only the first four are written by a model. The others are deterministic in (store, seed).
 """
 
 import json
@@ -52,13 +55,31 @@ def mismatched(hek: HEK, seed: int) -> HEK:
 
 def filler(hek: HEK, seed: int) -> HEK:
     """Every word of title and description becomes a word that says nothing; marks stay, so no token is lost."""
+    return _emptied(hek, seed, title=True, description=True)
+
+
+def advice(hek: HEK, seed: int) -> HEK:
+    """The words of titles are emptied: what to do is said, when is not. It is found where it was."""
+    return _emptied(hek, seed, title=True)
+
+
+def titles(hek: HEK, seed: int) -> HEK:
+    """The words of descriptions are emptied: when is said, what to do is not."""
+    return _emptied(hek, seed, description=True)
+
+
+def _emptied(hek: HEK, seed: int, *, title: bool = False, description: bool = False) -> HEK:
     rng = random.Random(seed)
 
     def emptied(text: str) -> str:
         return " ".join(rng.choice(FILLING) if word.isalnum() else word for word in text.split())
 
     entries = [
-        replace(entry, title=emptied(entry.title), description=emptied(entry.description))
+        replace(
+            entry,
+            title=emptied(entry.title) if title else entry.title,
+            description=emptied(entry.description) if description else entry.description,
+        )
         for entry in hek.by_id.values()
     ]
     return _like(hek, entries, hek.vectors)
@@ -80,10 +101,14 @@ MADE: Mapping[str, Callable[[HEK, int], HEK]] = {
     "shuffled": shuffled,
     "mismatched": mismatched,
     "filler": filler,
+    "advice": advice,
+    "titles": titles,
     "oracle": oracle,
 }
 """name -> what makes it of the store `self`"""
-BUILT = ("self", "teacher", "measured")
+VARIED: Mapping[str, tuple[str, ...]] = {"coarse": ("build.threshold_1=0.75",)}
+"""name -> in what its build differs from that of `self`, where patterns are one per wording already: none is finer"""
+BUILT = ("self", "teacher", "measured", *VARIED)
 """written by a model, each by a job of its own"""
 STORES = (*BUILT, *MADE)
 

@@ -12,6 +12,7 @@ from hiexp import study_job
 from hiexp.encoder import TfidfEncoder
 from hiexp.hek import HEK
 from hiexp.model import load_tokenizer
+from hiexp.study_arms import ARMS, RFT
 from hiexp.study_stores import oracle
 from hiexp.trajectory import Segment, Source, Status, Trajectory
 
@@ -57,7 +58,7 @@ def arms_after_fine_tuning_start_from_it(out, monkeypatch):
     attempts = [attempt(load_tokenizer(str(warm)), f"town{i}", float(i < 3)) for i in range(5)]
     lines = "".join(json.dumps(one.to_json()) + "\n" for one in attempts)
     (out / "w0s0/self/run/trajectories.jsonl").write_text(lines)
-    assert job(out, "w0s0/rft_start", "rft", cell)["rows"] == 3
+    assert job(out, "w0s0/rft_start", "rft", cell | {"settings": list(RFT)})["rows"] == 3
     start, weights = out / "w0s0/rft_start/run/policy", "model.safetensors"
     assert (start / weights).read_bytes() != (warm / weights).read_bytes()
 
@@ -82,6 +83,14 @@ def arms_after_fine_tuning_start_from_it(out, monkeypatch):
         tested.clear()
     assert not (out / "w0s0/rft/run").exists()
     assert f"path: {start}" in (out / "w0s0/rft_grpo/run/config.yaml").read_text()
+
+
+def a_policy_is_tested_without_a_store_whatever_it_was_trained_with(out):
+    """`half_uplift` asks for a store that knows how questions fare with it; the test without one has none."""
+    place, told = study_job.Place(out / "w0s0/half_uplift", "w0s0/half_uplift"), {"warm": 0, "seed": 0}
+    cfg = place.settings(0, 0, *ARMS["half_uplift"].overrides)
+    lines = list(study_job.Tests(place, cfg).lines("half_uplift", told, cfg, "off"))
+    assert {(line["hek"], line["shown"]) for line in lines} == {("off", 0.0)}
 
 
 @pytest.mark.slow
@@ -109,4 +118,5 @@ def test_a_tiny_study(tmp_path, monkeypatch):
     assert results(out, "w0s0/grpo_half") == first, "the same seeds give the same numbers"
     metrics = [json.loads(line) for line in (out / "w0s0/grpo_half/run/metrics.jsonl").read_text().splitlines()]
     assert len(metrics) == 2 and metrics[0]["group/drawn"] == 1
+    a_policy_is_tested_without_a_store_whatever_it_was_trained_with(out)
     arms_after_fine_tuning_start_from_it(out, monkeypatch)

@@ -1,6 +1,6 @@
 """The table of arms: every arm loads, and differs from the others in what it says and in nothing else."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +9,7 @@ from hiexp.assemble import Config
 from hiexp.config import ConfigError, load
 from hiexp.study_arms import ARMS, TRAINED, TUNED, UNTRAINED, chosen_arms, clip_settings
 from hiexp.study_plan import SizeConfig, StudyConfig, grid, plan, split_of, start_policy, tune_jobs
-from hiexp.study_stats import BETTER, BY_SPLIT, CLAIMS
+from hiexp.study_stats import BY_SPLIT, CLAIMS, OURS
 from hiexp.study_stores import STORES
 
 LAB = str(Path(__file__).resolve().parents[2] / "configs" / "lab.yaml")
@@ -67,6 +67,12 @@ def test_no_two_arms_of_one_kind_are_the_same():
         ("grpo_long", "grpo", set()),
         ("rft_e2", "e2", set()),
         ("rft_e2", "rft_grpo", set()),
+        ("rft_e2", "rft_same", set()),
+        ("e2_coarse", "e2", set()),
+        ("e2_advice", "e2", set()),
+        ("e2_loose", "e2", {"hek.strategy_threshold"}),
+        ("half_e2", "half", {"rollout.use_cases"}),
+        ("free_loose", "free_e2", {"hek.strategy_threshold"}),
     ],
 )
 def test_arms_differ_in_what_they_claim_to(one, other, what):
@@ -86,10 +92,40 @@ def test_controls_differ_from_their_arm_in_store_or_dose_alone():
         assert TRAINED[control].tuned_as == arm, "a control is trained at the learning rate of what it controls"
 
 
+def test_an_arm_that_has_been_edited_is_run_again(monkeypatch):
+    def told(cfg):
+        return {job.name: job.told for job in plan(cfg)}
+
+    cfg = StudyConfig("out", arms=("grpo", "e2", "rft_e2", "base", "free_e2"))
+    before = told(cfg)
+    for changed in ({"steps": 3.0}, {"overrides": ("loss.algorithm=gspo",)}, {"tuned_as": "e2"}, {"prompts": 0.5}):
+        monkeypatch.setitem(TRAINED, "grpo", replace(TRAINED["grpo"], **changed))
+        monkeypatch.setitem(ARMS, "grpo", TRAINED["grpo"])
+        now = told(cfg)
+        differ = {name.rsplit("/", 1)[-1] for name in now if now[name] != before.get(name)}
+        assert "grpo" in differ and differ <= {"grpo", "0", "1", "2", "3"}, changed
+        assert all("/grpo" in name for name in now if now[name] != before.get(name))
+    monkeypatch.undo()
+    monkeypatch.setitem(ARMS, "free_e2", replace(ARMS["free_e2"], overrides=("rollout.strategy_level=3",)))
+    now = told(cfg)
+    assert {name.rsplit("/", 1)[-1] for name in now if now[name] != before[name]} == {"base"}
+
+
+def test_worlds_may_be_named():
+    some = plan(StudyConfig("out", arms=("grpo",), worlds=(7, 3)))
+    assert [job.told["seed"] for job in some if job.kind == "train"] == [7, 7, 3, 3]
+    few = plan(StudyConfig("out", arms=("grpo",), size=SizeConfig(seeds=8)))
+    assert {repr(job) for job in some} <= {repr(job) for job in few}, "the same jobs, whoever names them"
+    for wrong in ((-1,), (1000,), (2, 2)):
+        with pytest.raises(ConfigError, match="worlds"):
+            StudyConfig("out", worlds=wrong)
+
+
 def test_arms_after_fine_tuning_wait_for_it_and_start_from_it():
     cfg = StudyConfig("out", arms=("rft", "rft_grpo", "rft_e2", "e2"), size=SizeConfig(seeds=1, warm_starts=1))
     jobs = {job.name: job for job in plan(cfg)}
     assert jobs["w0s0/rft_start"].needs == ("w0s0/self",) and jobs["w0s1000/rft_start"].needs == ("w0s1000/self",)
+    assert not any("tune" in need for need in jobs["w0s0/rft"].needs), "nothing is tuned for an arm without RL"
     for arm in ("rft", "rft_grpo", "rft_e2"):
         assert "w0s0/rft_start" in jobs[f"w0s0/{arm}"].needs
     assert "w0s1000/rft_start" in jobs["tune/w0/rft_e2/0"].needs
@@ -102,7 +138,7 @@ def test_arms_after_fine_tuning_wait_for_it_and_start_from_it():
 
 
 def test_claims_say_each_thing_once():
-    for claim in (*CLAIMS, BETTER):
+    for claim in (*CLAIMS, *OURS):
         says = [row[0] for row in (*claim.rows, *claim.controls)]
         assert len(set(says)) == len(says), "the page and the table look rows up by what they say"
 
@@ -121,7 +157,7 @@ def test_claims_name_arms_of_the_core_set_that_are_tested_that_way():
     for says, *sides in rows:
         for arm, hek in sides:
             assert hek in core[arm].tests, (says, arm, hek)
-    for says, *sides in (*BETTER.rows, *BETTER.controls, *BY_SPLIT):
+    for says, *sides in (*(row for one in OURS for row in (*one.rows, *one.controls)), *BY_SPLIT):
         for arm, hek in sides:
             assert hek in ARMS[arm].tests, (says, arm, hek)
 

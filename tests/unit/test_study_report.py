@@ -3,17 +3,18 @@
 import json
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from scipy import stats
 
 from hiexp.experience import LEVELS
-from hiexp.study_arms import ARMS, TRAINED
+from hiexp.study_arms import ARMS, TUNED
 from hiexp.study_figure import curve, figure
 from hiexp.study_plan import SizeConfig, StudyConfig, plan
 from hiexp.study_report import write_study
-from hiexp.study_stats import BETTER, BY_SPLIT, CLAIMS
+from hiexp.study_stats import BETTER, BY_SPLIT, CLAIMS, OURS
 from hiexp.tracking import write_json
 
 SPLITS = {"in_domain": 4, "paraphrase": 2, "held_out": 2, "second_world": 3}
@@ -67,7 +68,7 @@ def test_the_report_has_every_claim_arm_and_verdict(study):
     out, cfg, jobs = study
     summary = write_study(out, cfg, {job.name for job in jobs})
     page = (out / "report.html").read_text()
-    for claim in (*CLAIMS, BETTER):
+    for claim in (*CLAIMS, *OURS):
         assert f"({claim.number})" in page
         rows = summary["claims"][claim.number]["sampled"]
         assert len(rows) == len(claim.rows) + len(claim.controls)
@@ -76,7 +77,8 @@ def test_the_report_has_every_claim_arm_and_verdict(study):
     for name, arm in ARMS.items():
         assert {f"{name} / {hek}" for hek in arm.tests} <= summary["arms"].keys()
     assert summary["stability"]["e2_e1 - grpo"]["panel"]["grad_norm_mean"]["pairs"] == 6
-    assert json.loads((out / "summary.json").read_text())["claims"].keys() == {"i", "ii", "iii", "iv", "better"}
+    numbers = {"i", "ii", "iii", "iv", "dose", "lesson", "better"}
+    assert json.loads((out / "summary.json").read_text())["claims"].keys() == numbers
     text = re.sub(r"<svg.*?</svg>", "", page, flags=re.DOTALL)
     assert text.count("<table>") == text.count("</table>") > 8
     assert "nan" not in text
@@ -108,7 +110,7 @@ def test_only_what_has_finished_is_counted(study):
 def test_tuning_shows_each_point_and_the_choice(study):
     out, cfg, jobs = study
     tuning = write_study(out, cfg, {job.name for job in jobs})["tuning"]
-    assert tuning.keys() == {arm.tuned_as for arm in TRAINED.values()}
+    assert tuning.keys() == set(TUNED)
     for found in tuning.values():
         assert len(found["points"]) == 4
         best = max(found["points"], key=lambda point: np.mean(point["em"]))
@@ -121,7 +123,7 @@ def test_claims_are_a_table_of_markdown_too(study):
     out, cfg, jobs = study
     summary = write_study(out, cfg, {job.name for job in jobs})
     rows = [line for line in (out / "claims.md").read_text().splitlines() if line.startswith("| ")]
-    wanted = sum(len(claim.rows) + len(claim.controls) + 1 for claim in (*CLAIMS, BETTER))
+    wanted = sum(len(claim.rows) + len(claim.controls) + 1 for claim in (*CLAIMS, *OURS))
     assert [row.count("|") for row in rows] == [9] * wanted + [6] * (len(BY_SPLIT) + 1)
     gap = next(row for row in summary["by_split"] if row["split"] == "held_out")
     assert f"{100 * gap['difference']:+.1f} [" in next(row for row in rows[wanted:] if gap["says"] in row)
@@ -129,19 +131,28 @@ def test_claims_are_a_table_of_markdown_too(study):
     assert f"{100 * first['difference']:+.1f} [{100 * first['low']:.3g}, {100 * first['high']:.3g}]" in rows[1]
 
 
-def test_a_core_study_says_nothing_of_arms_that_it_has_not(study):
+def test_what_was_tried_is_a_table_once_all_of_it_has_finished(study):
     out, cfg, jobs = study
-    write_study(
-        out, cfg, {job.name for job in jobs if not job.name.rsplit("/", 1)[-1].startswith(("rft", "grpo_long"))}
-    )
-    assert "RFT" not in (out / "claims.md").read_text() and "RFT" not in (out / "report.html").read_text()
+    lacking = {job.name for job in jobs if not job.name.endswith(("/rft_same", "/gspo_half"))}
+    assert write_study(out, cfg, lacking)["claims"].keys() == {"i", "ii", "iii", "iv", "lesson"}
+    assert BETTER.says not in (out / "claims.md").read_text() + (out / "report.html").read_text()
+
+
+def test_a_report_of_some_worlds_has_their_cells_alone(study):
+    out, cfg, jobs = study
+    some = replace(cfg, worlds=(2,))
+    summary = write_study(out, some, {job.name for job in plan(some)} & {job.name for job in jobs})
+    assert {json.loads(line)["seed"] for line in (out / "results.jsonl").read_text().splitlines()} == {2}
+    assert all(row["pairs"] == 2 for row in summary["claims"]["better"]["sampled"])
+    assert summary["stability"]["e2_e1 - grpo"]["panel"]["grad_norm_mean"]["pairs"] == 2
+    assert "1 worlds x 2 warm starts" in (out / "report.html").read_text()
 
 
 def test_lessons_are_counted_by_who_wrote_them(study):
     out, cfg, jobs = study
     lessons = write_study(out, cfg, {job.name for job in jobs if job.name != "w0s0/teacher"})["lessons"]
     one = {f"level {n}": (1.0, 1.0, 1.0) for n in (1, 2)}
-    assert lessons == dict.fromkeys(("self", "teacher", "measured"), one)
+    assert lessons == dict.fromkeys(("self", "teacher", "measured", "coarse"), one)
 
 
 def test_costs_are_summed(study):

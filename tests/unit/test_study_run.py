@@ -68,8 +68,18 @@ def test_a_job_told_something_else_runs_again(tmp_path):
     Toy(tmp_path, CHAIN[:1], 1).run()
     changed = Job("a", "x", (), {"n": 2})
     assert is_done(tmp_path, CHAIN[0]) and not is_done(tmp_path, changed)
+    (tmp_path / "a" / "summary.json").write_text("of the other settings")
     Toy(tmp_path, [changed], 1).run()
     assert order(tmp_path) == ["a", "a"]
+    assert not (tmp_path / "a" / "summary.json").exists(), "or a job would take it for its own"
+
+
+def test_a_job_that_was_killed_finds_what_it_has_left(tmp_path):
+    Toy(tmp_path, CHAIN[:1], 1).run()
+    (tmp_path / "a" / "done.json").unlink()
+    (tmp_path / "a" / "checkpoint").write_text("half of it")
+    Toy(tmp_path, CHAIN[:1], 1).run()
+    assert order(tmp_path) == ["a", "a"] and (tmp_path / "a" / "checkpoint").exists()
 
 
 def test_half_a_done_file_does_not_count(tmp_path):

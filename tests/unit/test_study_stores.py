@@ -11,7 +11,18 @@ from hiexp.lab import _wording_encoder
 from hiexp.lab_policy import build_tokenizer
 from hiexp.lab_teacher import mask
 from hiexp.lab_world import FAMILIES, build_world, questions
-from hiexp.study_stores import MADE, STORES, filler, mismatched, oracle, right_share, shuffled, write_stores
+from hiexp.study_stores import (
+    MADE,
+    STORES,
+    advice,
+    filler,
+    mismatched,
+    oracle,
+    right_share,
+    shuffled,
+    titles,
+    write_stores,
+)
 
 TITLES = [mask(family.wordings[0].format(a="Zuko", b="Ritan", y="1912")) for family in FAMILIES[:8]]
 
@@ -59,13 +70,23 @@ def test_mismatched_keeps_titles_and_moves_advice(hek):
 def test_filler_has_the_same_length_and_says_nothing(hek):
     tokenizer, made = build_tokenizer(), filler(hek, 0)
     known = {word for family in FAMILIES for step in family.plan for word in step.split()}
-    for name, (title, advice) in texts(made).items():
-        old = texts(hek)[name]
-        for new, was in zip((title, advice), old, strict=True):
+    for name, emptied in texts(made).items():
+        for new, was in zip(emptied, texts(hek)[name], strict=True):
             assert len(tokenizer.encode(new)) == len(tokenizer.encode(was))
             assert tokenizer.unk_token_id not in tokenizer.encode(new)
             assert not known & set(new.split())
     assert np.array_equal(made.vectors[1], hek.vectors[1])
+
+
+def test_half_of_a_lesson_is_emptied_and_the_other_half_stays(hek):
+    whole, empty = texts(hek), texts(filler(hek, 0))
+    for make, kept in ((advice, 1), (titles, 0)):
+        made = make(hek, 0)
+        assert np.array_equal(made.vectors[1], hek.vectors[1]), "found where it was"
+        for name, text in texts(made).items():
+            assert text[kept] == whole[name][kept] != empty[name][kept]
+            assert text[1 - kept] != whole[name][1 - kept]
+            assert len(text[1 - kept].split()) == len(whole[name][1 - kept].split())
 
 
 def test_oracle_finds_the_right_plan_of_every_question(hek):
