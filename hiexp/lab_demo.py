@@ -27,9 +27,14 @@ from hiexp.run_panel import stability_panel, step_cost
 from hiexp.tracking import finish_run, read_metrics, read_trajectories, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
-ARMS = {"base": "eval_base", "base_hek": "eval_base", "grpo": "eval_grpo", "grpo_hiexp": "eval_grpo_hiexp"}
+ARMS = {"base": "eval_base", "base_hek": "eval_base", "grpo": "eval_grpo", "grpo_hiexp": "eval_grpo_hiexp",
+        "attempts_grpo": "eval_attempts_grpo"}  # fmt: skip
 """arm of the summary -> the evaluation it is read from"""
-TRAINED = ("grpo", "grpo_hiexp")
+TRAINED = ("grpo", "grpo_hiexp", "attempts_grpo")
+WITHOUT = ("base", "grpo", "attempts_grpo")
+"""shown on the page as they are without experience"""
+RATE = "optim.lr=1.5e-4"
+"""of GRPO after the attempts, chosen in the lab study: at the lab's 3e-4 one run of ten collapsed"""
 SHOWN_QUESTIONS = 12
 REFLECTOR = "self (the policy writes its own lessons)"
 
@@ -55,16 +60,18 @@ class Stages:
         load(Config, [*self.settings, f"out={out}"])  # a wrong setting is told before anything runs
 
     def script(self, name: str, script: str, *settings: str) -> None:
-        """Run one of the three scripts; ConfigError with the last line of its log if it fails."""
-        command = [sys.executable, str(ROOT / script), *self.settings, f"out={self.out / name}", *settings]
+        """Run a script or a module; ConfigError with the last line of its log if it fails."""
+        called = [str(ROOT / script)] if script.endswith(".py") else ["-m", script]
+        command = [sys.executable, *called, *self.settings, f"out={self.out / name}", *settings]
         log = self.out / "logs" / f"{name}.log"
         log.parent.mkdir(exist_ok=True)
         self.say(f"{name}: {script} {' '.join(settings)}")
-        threads = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        more = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": paths}
         with log.open("w", encoding="utf-8") as stream:
             stream.write(" ".join(command) + "\n")
             stream.flush()
-            process = subprocess.Popen(command, stdout=stream, stderr=stream, env=os.environ | threads)
+            process = subprocess.Popen(command, stdout=stream, stderr=stream, env=os.environ | more)
             self.logs[name], self.processes[name] = log, process
             code = process.wait()
         del self.logs[name], self.processes[name]
@@ -106,7 +113,7 @@ def run_demo(
     write_world: Callable[[Path], None],
     write_policy: Callable[[Path], dict[str, float]],
 ) -> None:
-    """World, policy, HEK, two training arms, three evaluations, summary.json and report.html under `out`."""
+    """World, policy, HEK, three training arms, four evaluations, summary.json and report.html under `out`."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `watch` ends the stages, as for Ctrl-C
     stages = Stages(out, config, seed, overrides)
     _keep_old(out, stages)
@@ -121,15 +128,21 @@ def run_demo(
         grpo = pool.submit(stages.script, "grpo", "train.py")
         # each waits only for what was submitted before it, so two workers cannot block each other
         hiexp = pool.submit(_after, build, stages.script, "grpo_hiexp", "train.py", hek)
+        attempts = pool.submit(
+            _after, build, stages.script, "attempts", "hiexp.sft", f"sft.train={out / 'hek' / 'trajectories.jsonl'}"
+        )
+        start = f"model.path={out / 'attempts' / 'policy'}"
+        after = pool.submit(_after, attempts, stages.script, "attempts_grpo", "train.py", start, RATE)
         evaluations = [
             pool.submit(_after, before, stages.script, f"eval_{name}", "evaluate.py", hek, *model)
             for name, before, model in (
                 ("base", build, ()),
                 ("grpo", grpo, (f"model.path={out / 'grpo' / 'policy'}",)),
                 ("grpo_hiexp", hiexp, (f"model.path={out / 'grpo_hiexp' / 'policy'}",)),
+                ("attempts_grpo", after, (f"model.path={out / 'attempts_grpo' / 'policy'}",)),
             )
         ]
-        stages.watch([build, grpo, hiexp, *evaluations])
+        stages.watch([build, grpo, hiexp, attempts, after, *evaluations])
     _collect(out, seed, stages)
 
 
@@ -185,7 +198,7 @@ def _write_page(out: Path, summary: dict[str, Any], curves: dict[str, list[dict[
     shown = {sample.id for sample in samples[:: max(1, len(samples) // SHOWN_QUESTIONS)]}
     trajectories = {}
     for arm, name in ARMS.items():
-        store = "hek_off" if arm in ("base", "grpo") else "hek_on"
+        store = "hek_off" if arm in WITHOUT else "hek_on"
         attempts = read_trajectories(out / name / f"trajectories_{store}_sampled.jsonl")
         trajectories[arm] = [t for t in attempts if t.sample_id in shown]
     tokenizer, hek = load_tokenizer(str(out / "policy")), out / "hek" / "hek"
@@ -198,6 +211,10 @@ def _differences(out: Path) -> dict[str, Any]:
     pairs = {
         "base: HEK on - off": ("eval_base/samples_hek_off", "eval_base/samples_hek_on"),
         "GRPO: with HiExp (HEK on) - without": ("eval_grpo/samples_hek_off", "eval_grpo_hiexp/samples_hek_on"),
+        "GRPO from the attempts of the HEK - GRPO": (
+            "eval_grpo/samples_hek_off",
+            "eval_attempts_grpo/samples_hek_off",
+        ),
         "GRPO with HiExp: HEK on - off": ("eval_grpo_hiexp/samples_hek_off", "eval_grpo_hiexp/samples_hek_on"),
     }
     gains = {}

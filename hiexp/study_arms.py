@@ -16,11 +16,6 @@ E3_E1 = ("rollout.strategy_level=3", "rollout.use_cases=true")
 LOOSE = "hek.strategy_threshold=0.5"
 """the lab's is 0.8: a pattern is shown where its title is near enough"""
 GSPO = ("loss.algorithm=gspo",)
-RFT = (
-    "sft.min_reward=1", "sft.per_question=2", "sft.epochs=12", "sft.rows_per_step=16",
-    "optim.lr=3e-4", "optim.schedule=constant",
-)  # fmt: skip
-"""rejection-sampled fine-tuning on the right attempts that the HEK was built from; chosen on validation questions"""
 CORE, FULL = "core", "full"
 
 
@@ -37,7 +32,7 @@ class Arm:
     tuned_as: str = ""
     """the arm whose learning rate and clip range it takes; a control takes those of what it controls; empty = no RL"""
     rft: bool = False
-    """begins with rejection-sampled fine-tuning (RFT above) instead of with the warm start itself"""
+    """begins with rejection-sampled fine-tuning on the attempts behind the store `self` (the config's section sft)"""
     steps: float = 1.0
     """training steps in those of the study; 0 = no RL"""
     prompts: float = 1.0

@@ -162,7 +162,7 @@ def free(place: Place, told: dict[str, Any]) -> dict[str, Any]:
 def rft(place: Place, told: dict[str, Any]) -> dict[str, Any]:
     """hiexp/sft.py on the right attempts that the cell's own store was built from."""
     attempts = place.out / f"w{told['warm']}s{told['seed']}" / "self/run/trajectories.jsonl"
-    cfg = place.settings(told["warm"], told["seed"], f"sft.train={attempts}", *told["settings"])
+    cfg = place.settings(told["warm"], told["seed"], f"sft.train={attempts}")
     place.script("hiexp.sft", cfg)
     shutil.rmtree(place.folder / "run/checkpoints", ignore_errors=True)
     return {"rows": json.loads((place.folder / "run/summary.json").read_text())["rows"]}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hiexp.config import ConfigError
-from hiexp.study_arms import RFT, TRAINED, UNTRAINED, Arm, chosen_arms, clip_settings
+from hiexp.study_arms import TRAINED, UNTRAINED, Arm, chosen_arms, clip_settings
 from hiexp.study_stores import MADE, VARIED
 
 TUNING_SEED = 1000
@@ -226,8 +226,7 @@ def _rft(w: int, seed: int, arms: Sequence[Arm]) -> list[Job]:
     if not any(arm.rft for arm in arms):
         return []
     cell = f"w{w}s{seed}"
-    told = {"warm": w, "seed": seed, "settings": list(RFT)}
-    return [Job(f"{cell}/rft_start", "rft", (f"{cell}/self",), told)]
+    return [Job(f"{cell}/rft_start", "rft", (f"{cell}/self",), {"warm": w, "seed": seed})]
 
 
 def _start_jobs(cell: str, arm: Arm) -> tuple[str, ...]:

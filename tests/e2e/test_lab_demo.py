@@ -20,7 +20,7 @@ from hiexp.tracking import read_metrics, read_trajectories
 from hiexp.trajectory import Source
 
 pytestmark = pytest.mark.slow
-ARMS = {"base", "base_hek", "grpo", "grpo_hiexp"}
+ARMS = {"base", "base_hek", "grpo", "grpo_hiexp", "attempts_grpo"}
 
 
 def test_the_summary_has_every_arm_with_hek_on_and_off(lab):
@@ -57,7 +57,7 @@ def test_scores_in_the_summary_are_those_of_the_attempts(lab):
 def test_the_page_the_logs_and_the_store_are_there(lab):
     page = (lab / "report.html").read_text()
     assert "<svg" in page and "E1-0" in page and "http-equiv" not in page and "<script" not in page
-    for arm in ("grpo", "grpo_hiexp"):
+    for arm in ("grpo", "grpo_hiexp", "attempts_grpo"):
         assert list((lab / arm / "tb").glob("events*"))
         assert len(read_metrics(lab / arm)) == 3
     hek = HEK.load(lab / "hek/hek", TfidfEncoder.load(lab / "world/encoder.json"))
@@ -73,6 +73,19 @@ def test_experience_reaches_the_rollouts_and_is_not_trained(lab):
             assert bool(segment.logprobs) == (segment.source is Source.POLICY)
     plain = read_trajectories(lab / "grpo/trajectories.jsonl")
     assert Source.EXPERIENCE not in {segment.source for trajectory in plain for segment in trajectory.segments}
+
+
+def test_the_attempts_behind_the_store_are_learned_before_rl(lab):
+    right = [t.sample_id for t in read_trajectories(lab / "hek/trajectories.jsonl") if t.reward >= 1]
+    rows = json.loads((lab / "attempts/summary.json").read_text())["rows"]
+    assert len(set(right)) <= rows <= sum(min(2, right.count(one)) for one in set(right))
+    started = load(Config, [str(lab / "attempts_grpo/config.yaml")])
+    assert started.model.path.endswith("attempts/policy") and not started.hek.path
+    weights = [(lab / name / "model.safetensors").read_bytes() for name in ("policy", "attempts/policy")]
+    assert weights[0] != weights[1]
+    assert Source.EXPERIENCE not in {
+        segment.source for t in read_trajectories(lab / "attempts_grpo/trajectories.jsonl") for segment in t.segments
+    }
 
 
 def test_no_question_is_shown_what_was_distilled_from_itself(lab):

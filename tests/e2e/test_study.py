@@ -12,7 +12,7 @@ from hiexp import study_job
 from hiexp.encoder import TfidfEncoder
 from hiexp.hek import HEK
 from hiexp.model import load_tokenizer
-from hiexp.study_arms import ARMS, RFT
+from hiexp.study_arms import ARMS
 from hiexp.study_stores import oracle
 from hiexp.trajectory import Segment, Source, Status, Trajectory
 
@@ -58,7 +58,7 @@ def arms_after_fine_tuning_start_from_it(out, monkeypatch):
     attempts = [attempt(load_tokenizer(str(warm)), f"town{i}", float(i < 3)) for i in range(5)]
     lines = "".join(json.dumps(one.to_json()) + "\n" for one in attempts)
     (out / "w0s0/self/run/trajectories.jsonl").write_text(lines)
-    assert job(out, "w0s0/rft_start", "rft", cell | {"settings": list(RFT)})["rows"] == 3
+    assert job(out, "w0s0/rft_start", "rft", cell)["rows"] == 3
     start, weights = out / "w0s0/rft_start/run/policy", "model.safetensors"
     assert (start / weights).read_bytes() != (warm / weights).read_bytes()
 
