@@ -25,7 +25,7 @@ from hiexp.lab_languages import languages
 from hiexp.lab_policy import WarmStartConfig, build_model, build_tokenizer, warm_start
 from hiexp.lab_teacher import mask
 from hiexp.lab_world import build_world, questions
-from hiexp.study import run_study
+from hiexp.study import of_folder, run_study
 from hiexp.study_plan import StudyConfig
 from hiexp.tracking import finish_run, open_run_folder
 
@@ -136,5 +136,5 @@ if __name__ == "__main__":
     if command in ("-h", "--help"):
         command, arguments = "demo", ["--help"]
     if command == "study":
-        sys.exit(run_script(run_study, StudyConfig, arguments or ["jobs=2"], run_study.__doc__))
+        sys.exit(run_script(run_study, StudyConfig, of_folder(arguments) or ["jobs=2"], run_study.__doc__))
     sys.exit(run_script(lambda cfg: lookup(COMMANDS, command, "command")(cfg), LabConfig, arguments, __doc__))

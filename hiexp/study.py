@@ -1,10 +1,12 @@
 """The lab study: many arms, several worlds and warm starts, one process per job. `python -m hiexp.lab study out=...`.
 
-Starts the jobs of study_plan.py as far as their needs are met, a given number at a time, and writes what is known
-so far as results.jsonl, summary.json and report.html. A job whose done.json is there is never run again: after a stop
-the same command goes on. A job that fails takes down those that need it and nothing else.
+Starts the jobs of study_plan.py as far as their needs are met, a given number at a time. A job whose done.json is there
+is never run again: after a stop the same command goes on. A job that fails takes down those that need it and nothing
+else. The report (results.jsonl, claims.md, report.html ...) is of all that has finished in the folder, whichever arms
+were asked for last. size, config and overrides belong to the folder and need not be said again.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -13,15 +15,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hiexp.assemble import Config
 from hiexp.config import ConfigError, dump, load
 from hiexp.study_arms import chosen_arms
-from hiexp.study_plan import Job, StudyConfig, plan
+from hiexp.study_plan import TUNING_SEED, Job, StudyConfig, plan
 from hiexp.study_report import write_study
 from hiexp.tracking import write_json
 
@@ -29,25 +31,57 @@ ROOT = Path(__file__).resolve().parents[1]
 GRACE = 60.0
 """seconds that a job has to save when the study is stopped"""
 POLL = 0.2
+KEPT = "study.yaml"
+"""what belongs to the folder: size, config and overrides"""
+SETTINGS = "settings.yaml"
+"""configs/lab.yaml, or what stands in its place, as it was resolved when the folder was made"""
+OWNED = {
+    "optim.lr": "size.lrs", "loss.clip_low": "size.clips", "loss.clip_high": "size.clips",
+    "rollout.group_size": "size.group", "build.questions": "size.build_questions",
+    "train.steps": "size.steps", "train.prompts_per_step": "size.prompts",
+}  # fmt: skip
+"""settings that the study sets itself -> what decides them"""
+PLACES = (
+    "out", "seed", "threads", "eval.seed", "model.path", "hek.path", "encoder.path", "search.corpus", "sft.train",
+    "data.train", "data.dev", "data.test", "train.dev_every", "train.show_every", "train.save_every",
+    "checkpoint.every",
+)  # fmt: skip
+"""settings that it sets and that nothing decides"""
 
 
 def run_study(cfg: StudyConfig) -> int:
-    """0 when every job has finished, 1 when some failed, 143 or 130 when it was stopped."""
+    """0 when every job has finished, 1 when some failed, 143 (129, 130) when it was stopped."""
     out = Path(cfg.out)
-    _open(cfg, out)
-    jobs = plan(cfg)
+    _check(cfg, out)
+    out.mkdir(parents=True, exist_ok=True)
     if not cfg.jobs:
-        write_study(out, cfg, {job.name for job in jobs if is_done(out, job)})
+        _keep(cfg, out)
+        _report(cfg, out)
         return 0
     with (out / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ConfigError(f"out={out}: another study is running there; wait for it, or choose another") from error
-        runner = Runner(out, jobs, cfg.jobs)
-        code = runner.run()
-        write_study(out, cfg, runner.finished)
+        _keep(cfg, out)
+        code = Runner(out, plan(cfg), cfg.jobs).run()
+        _report(cfg, out)
     return code
+
+
+def of_folder(arguments: Sequence[str]) -> list[str]:
+    """The command line, after what the folder's study.yaml says."""
+    named = [argument.partition("=")[2] for argument in arguments if argument.startswith("out=")]
+    written = Path(named[-1]) / KEPT if named else None
+    return [*([str(written)] if written and written.is_file() else ()), *arguments]
+
+
+def _report(cfg: StudyConfig, out: Path) -> None:
+    """Of every arm and, unless some are named, of every world that the folder has."""
+    there = (path.name[1:] for path in out.glob("s*") if path.name[1:].isdigit() and path.name != f"s{TUNING_SEED}")
+    worlds = cfg.worlds or tuple(sorted({*cfg.seeds, *map(int, there)}))
+    everything = replace(cfg, set="full", arms=(), worlds=worlds)
+    write_study(out, everything, {job.name for job in plan(everything) if is_done(out, job)})
 
 
 def is_done(out: Path, job: Job) -> bool:
@@ -72,7 +106,8 @@ class Runner:
         self.began = time.monotonic()
 
     def run(self) -> int:
-        former = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        told = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        former = {number: signal.signal(number, self._note) for number in told}
         say(f"{len(self.jobs)} jobs, {len(self.finished)} of them finished before; {self.slots} at a time")
         try:
             while not self.stopped:
@@ -90,7 +125,9 @@ class Runner:
         for name, why in self.failed.items():
             say(f"{name} failed: {why} (all of it: {self.out / name / 'log.txt'})")
         if left:
-            say(f"{len(left)} jobs are not finished, first {left[0]}; the same command goes on with them")
+            tries = "tries the failed ones again and goes on" if self.failed else "goes on with them"
+            waiting = f", {len(left) - len(self.failed)} of them not begun or stopped" if self.failed else ""
+            say(f"{len(left)} jobs are not finished{waiting}, first {left[0]}; the same command {tries}")
         return 128 + self.stopped if self.stopped else int(bool(left))
 
     def _ready(self) -> list[Job]:
@@ -100,9 +137,12 @@ class Runner:
     def _start(self, job: Job) -> None:
         folder = self.out / job.name
         if folder.exists() and _told(folder / "job.json") != job.told:
-            shutil.rmtree(folder)  # a run of other settings has left files there that would be taken for its own
+            with alone(folder):  # a run of other settings has left files there that would be taken for its own
+                shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "job.json", asdict(job))
+        if job.kind == "warm":
+            say(f"{job.name} is trained, for some minutes (log: {folder / 'log.txt'})")
         command = self.command(folder)
         threads = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
         with (folder / "log.txt").open("ab") as log:
@@ -127,7 +167,8 @@ class Runner:
                 minutes = (time.monotonic() - self.began) / 60
                 say(f"[{minutes:5.1f} min] {len(self.finished)}/{len(self.jobs)} {name}")
             elif not self.stopped:
-                self.failed[name] = f"exit code {code}: {_last_line(self.out / name / 'log.txt')}"
+                how = f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
+                self.failed[name] = f"{how}: {_last_line(self.out / name / 'log.txt')}"
                 say(f"{name} failed: {self.failed[name]}")
 
     def _note(self, number: int, _: Any) -> None:
@@ -151,29 +192,60 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def _open(cfg: StudyConfig, out: Path) -> None:
-    """Make or take up the folder; ConfigError for one of other sizes or with other things in it."""
-    config = cfg.config if Path(cfg.config).is_file() else str(ROOT / cfg.config)
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Wait for a job that a study which was killed has left in this folder: it stops by itself, and saves first."""
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _check(cfg: StudyConfig, out: Path) -> None:
+    """ConfigError for a setting that no job could run with, and for a folder of other settings or other things."""
+    for override in cfg.overrides:
+        key = override.partition("=")[0].strip()
+        if key in OWNED or key in PLACES:
+            remedy = f"set {OWNED[key]}" if key in OWNED else "leave it out"
+            raise ConfigError(f"overrides: the study sets {key} itself; {remedy}")
+    resolved = _resolved(cfg)
     for arm in chosen_arms(cfg.arms, cfg.set).values():  # a wrong setting is told before anything runs
-        load(Config, [config, f"out={out}", *cfg.overrides, *arm.overrides])
-    written = out / "study.yaml"
-    if out.exists() and any(out.iterdir()) and not written.is_file():
-        raise ConfigError(f"out={out} holds something that is not a study; choose another out=...")
-    if written.is_file():
-        before = load(StudyConfig, [str(written)])
-        for name in ("size", "overrides", "config"):
-            if getattr(before, name) != getattr(cfg, name):
-                changed = _difference(getattr(before, name), getattr(cfg, name), name)
-                raise ConfigError(f"out={out} holds a study with other settings ({changed}); choose another out=...")
-    out.mkdir(parents=True, exist_ok=True)
-    dump(replace(cfg, out=str(out)), written)
+        _resolved(cfg, arm.overrides)
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"out={out} is a file; name a folder")
+    written = out / KEPT
+    if not written.is_file():
+        if out.is_dir() and any(out.iterdir()):
+            raise ConfigError(f"out={out} holds something that is not a study; choose another out=...")
+        return
+    before = load(StudyConfig, [str(written)])
+    changed = _differences(before.size, cfg.size, "size.") + _differences(before.overrides, cfg.overrides, "overrides")
+    if (out / SETTINGS).is_file():
+        changed += _differences(load(Config, [str(out / SETTINGS)]), resolved, "")
+    if changed:
+        raise ConfigError(f"out={out} holds a study with other settings ({', '.join(changed)}); choose another out=...")
 
 
-def _difference(before: Any, now: Any, name: str) -> str:
-    if not hasattr(before, "__dataclass_fields__"):
-        return f"{name}: {before} there, {now} asked for"
-    pairs = ((f"{name}.{key}", value, getattr(now, key)) for key, value in vars(before).items())
-    return ", ".join(f"{key}: {old} there, {new} asked for" for key, old, new in pairs if old != new)
+def _resolved(cfg: StudyConfig, more: Sequence[str] = ()) -> Config:
+    config = cfg.config if Path(cfg.config).is_file() else str(ROOT / cfg.config)
+    return load(Config, [config, "out=.", *cfg.overrides, *more])
+
+
+def _keep(cfg: StudyConfig, out: Path) -> None:
+    """What the folder is for, written once."""
+    if not (out / KEPT).is_file():
+        dump(StudyConfig(str(out), config=cfg.config, overrides=cfg.overrides, size=cfg.size), out / KEPT)
+        dump(_resolved(cfg), out / SETTINGS)
+
+
+def _differences(before: Any, now: Any, name: str) -> list[str]:
+    if not is_dataclass(before):
+        return [] if before == now else [f"{name}: {before} there, {now} asked for"]
+    dot = "" if not name or name.endswith(".") else "."
+    return [
+        line
+        for one in fields(before)
+        for line in _differences(getattr(before, one.name), getattr(now, one.name), f"{name}{dot}{one.name}")
+    ]
 
 
 def _told(path: Path) -> Any:

@@ -34,11 +34,9 @@ class Arm:
     rft: bool = False
     """begins with rejection-sampled fine-tuning on the attempts behind the store `self` (the config's section sft)"""
     steps: float = 1.0
-    """training steps in those of the study; 0 = no RL"""
+    """training steps in those of the study; 0 = no RL: the policy that it starts from is tested"""
     prompts: float = 1.0
     """questions per step in those of the study"""
-    trains: bool = True
-    """False: the warm-started policy itself"""
     tests: tuple[str, ...] = ("on", "off")
     """with experience, without, or both"""
     set: str = CORE
@@ -51,17 +49,17 @@ class Arm:
 
     @property
     def recipe(self) -> list[str]:
-        """All that its numbers depend on beside the study's size: an arm that has been edited is run again."""
+        """What a job is told of it, so that an arm that has been edited is run again."""
         varied = (f"{key}={getattr(self, key)}" for key in ("store", "tuned_as", "rft", "steps", "prompts"))
         return [*self.overrides, *varied, f"tests={','.join(self.tests)}"]
 
 
 def _free(says: str, overrides: tuple[str, ...], store: str = "self", set: str = CORE) -> Arm:
-    return Arm(says, overrides, store, trains=False, tests=("on",), set=set)
+    return Arm(says, overrides, store, steps=0, tests=("on",), set=set)
 
 
 UNTRAINED = {
-    "base": Arm("the warm-started policy, without experience", trains=False, tests=("off",)),
+    "base": Arm("the warm-started policy, without experience", steps=0, tests=("off",)),
     "free_e1": _free("untrained, cases beside the documents", CASES),
     "free_e2": _free("untrained, patterns in the prompt", E2),
     "free_e3": _free("untrained, strategies in the prompt", E3),

@@ -8,9 +8,13 @@ that it is finished, and what it cost.
 import contextlib
 import importlib
 import json
+import os
 import resource
 import shutil
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,9 +35,10 @@ from hiexp.resume import seed_everything
 from hiexp.rewards import score
 from hiexp.search import open_search
 from hiexp.search_types import SearchBackend
+from hiexp.study import alone
 from hiexp.study_arms import ARMS, TRAINED, Arm, clip_settings
 from hiexp.study_plan import SizeConfig, StudyConfig, grid, split_of, start_policy, store_folder, tune_jobs
-from hiexp.study_stores import write_stores
+from hiexp.study_stores import MADE
 from hiexp.tracking import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,10 +71,10 @@ class Place:
         config, world, size = self.cfg.config, self.world(seed), self.size
         arguments = (
             config if Path(config).is_file() else str(ROOT / config),
-            f"out={self.folder / 'run'}", f"seed={seed}", f"eval.seed={seed}", "threads=1",
-            f"model.path={self.out / f'w{warm}' / 'policy' / 'policy'}",
-            *(f"data.{split}={world / split}.jsonl" for split in ("train", "dev", "test")),
-            f"encoder.path={world / 'encoder.json'}", f"search.corpus=[{world / 'corpus.jsonl'}]",
+            f"out={_quoted(self.folder / 'run')}", f"seed={seed}", f"eval.seed={seed}", "threads=1",
+            f"model.path={_quoted(self.out / f'w{warm}' / 'policy' / 'policy')}",
+            *(f"data.{split}={_quoted(world / f'{split}.jsonl')}" for split in ("train", "dev", "test")),
+            f"encoder.path={_quoted(world / 'encoder.json')}", f"search.corpus=[{_quoted(world / 'corpus.jsonl')}]",
             f"rollout.group_size={size.group}", f"build.questions={size.build_questions}",
             f"train.steps={size.steps}", f"train.prompts_per_step={size.prompts}",
             f"train.dev_every={DEV_EVERY}", "train.show_every=0", "train.save_every=0", "checkpoint.every=0",
@@ -118,7 +123,9 @@ def world(place: Place, told: dict[str, Any]) -> dict[str, Any]:
 
 def build(place: Place, told: dict[str, Any]) -> dict[str, Any]:
     """build_hek.py on the policy's own attempts; the lessons by it, or by the teacher."""
-    reflector = [f"build.reflector.model={place.out / told['reflector'] / 'policy'}"] if "reflector" in told else []
+    reflector = (
+        [f"build.reflector.model={_quoted(place.out / told['reflector'] / 'policy')}"] if "reflector" in told else []
+    )
     if reflector:  # who abstracts is the teacher too: its whole knowledge against the policy's own
         reflector.append(reflector[0].replace("reflector", "abstractor", 1))
     cfg = place.settings(told["warm"], told["seed"], *reflector, *told.get("settings", ()))
@@ -128,65 +135,51 @@ def build(place: Place, told: dict[str, Any]) -> dict[str, Any]:
 
 
 def make(place: Place, told: dict[str, Any]) -> dict[str, Any]:
-    """The stores that are made from the built one."""
+    """A store that is made from the built one."""
     encoder = TfidfEncoder.load(place.world(told["seed"]) / "encoder.json")
-    cell = f"w{told['warm']}s{told['seed']}"
-    write_stores(store_folder(place.out, cell, "self"), place.folder, told["names"], encoder, told["seed"])
+    hek = HEK.load(store_folder(place.out, f"w{told['warm']}s{told['seed']}", "self"), encoder)
+    MADE[told["store"]](hek, told["seed"]).save(place.folder / "hek", overwrite=True)
     return {}
 
 
 def measure(place: Place, told: dict[str, Any]) -> dict[str, Any]:
     """hiexp.uplift on training questions with the policy that training starts from."""
     store = store_folder(place.out, f"w{told['warm']}s{told['seed']}", "self")
-    cfg = place.settings(told["warm"], told["seed"], f"hek.path={store}", "uplift.questions=0")
+    cfg = place.settings(told["warm"], told["seed"], f"hek.path={_quoted(store)}", "uplift.questions=0")
     seed_everything(cfg.seed, 0)
     if not (place.folder / "run/summary.json").exists():
         importlib.import_module("hiexp.uplift").main(cfg)
     return {}
 
 
-def free(place: Place, told: dict[str, Any]) -> dict[str, Any]:
-    """Every untrained arm, in one process: one policy, many stores."""
-    cell = f"w{told['warm']}s{told['seed']}"
-    cfg = place.settings(told["warm"], told["seed"])
-    tests = Tests(place, cfg)
-    with _whole(place.folder / "results.jsonl") as add:
-        for name in told["arms"]:
-            arm = ARMS[name]
-            one = place.settings(told["warm"], told["seed"], *_experience(place, cell, arm), *arm.overrides)
-            for hek in arm.tests:
-                add(tests.lines(name, told, one, hek))
-    return {}
-
-
 def rft(place: Place, told: dict[str, Any]) -> dict[str, Any]:
     """hiexp/sft.py on the right attempts that the cell's own store was built from."""
     attempts = place.out / f"w{told['warm']}s{told['seed']}" / "self/run/trajectories.jsonl"
-    cfg = place.settings(told["warm"], told["seed"], f"sft.train={attempts}")
+    cfg = place.settings(told["warm"], told["seed"], f"sft.train={_quoted(attempts)}")
     place.script("hiexp.sft", cfg)
     shutil.rmtree(place.folder / "run/checkpoints", ignore_errors=True)
     return {"rows": json.loads((place.folder / "run/summary.json").read_text())["rows"]}
 
 
-def train(place: Place, told: dict[str, Any]) -> dict[str, Any]:
-    """One arm in one cell: train.py, then every test split, with experience and without as the arm says."""
-    arm, cell = TRAINED[told["arm"]], f"w{told['warm']}s{told['seed']}"
-    lr, clip = choice(place.out, arm.tuned_as, place.size)
-    cfg = _trained(place, told, arm, lr, clip, place.size.steps)
+def arm(place: Place, told: dict[str, Any]) -> dict[str, Any]:
+    """One arm in one cell: train.py unless it has no RL, then every test split, with and without experience."""
+    one, cell = ARMS[told["arm"]], f"w{told['warm']}s{told['seed']}"
+    lr, clip = choice(place.out, one.tuned_as, place.size)
+    cfg = _trained(place, told, one, lr, clip, place.size.steps)
     policy, store = cfg.model.path, ""
-    if arm.steps:
+    if one.steps:
         place.script("train", cfg)
         policy = str(place.folder / "run/policy")
         store = json.loads((place.folder / "run/summary.json").read_text())["hek"]
-    if not store and "on" in arm.tests:
-        store = str(store_folder(place.out, cell, arm.test_store))
+    if not store and "on" in one.tests:
+        store = str(store_folder(place.out, cell, one.test_store))
     tested = replace(cfg, model=replace(cfg.model, path=policy), hek=replace(cfg.hek, path=store))
     tests = Tests(place, tested)
     with _whole(place.folder / "results.jsonl") as add:
-        for hek in arm.tests:
+        for hek in one.tests:
             add(tests.lines(told["arm"], told, tested, hek))
     shutil.rmtree(place.folder / "run/checkpoints", ignore_errors=True)  # three times the weights, for 150 runs
-    return {"lr": lr, "clip": clip} if arm.steps else {}
+    return {"lr": lr, "clip": clip} if one.steps else {}
 
 
 def tune(place: Place, told: dict[str, Any]) -> dict[str, Any]:
@@ -271,19 +264,24 @@ def _trained(place: Place, told: dict[str, Any], arm: Arm, lr: float, clip: str,
     return place.settings(
         told["warm"],
         told["seed"],
-        f"model.path={start_policy(place.out, told['warm'], told['seed'], arm)}",
+        f"model.path={_quoted(start_policy(place.out, told['warm'], told['seed'], arm))}",
         f"optim.lr={lr}",
         *clip_settings(clip),
         f"train.steps={max(1, round(steps * arm.steps))}",  # never run by an arm without RL
         f"train.prompts_per_step={round(place.size.prompts * arm.prompts)}",
-        *(_experience(place, cell, arm) if arm.store else ()),
+        *_experience(place, cell, arm),
         *arm.overrides,
         *more,
     )
 
 
 def _experience(place: Place, cell: str, arm: Arm) -> tuple[str, ...]:
-    return (f"hek.path={store_folder(place.out, cell, arm.test_store)}",) if "on" in arm.tests or arm.store else ()
+    return (f"hek.path={_quoted(store_folder(place.out, cell, arm.test_store))}",) if arm.store else ()
+
+
+def _quoted(path: Path) -> str:
+    """A path as a value of a setting, whatever is in it."""
+    return json.dumps(str(path))
 
 
 def _split(sample: Sample, size: SizeConfig) -> str:
@@ -301,7 +299,7 @@ def _whole(path: Path) -> Iterator[Callable[[Iterator[dict[str, Any]]], None]]:
 
 KINDS: dict[str, Callable[[Place, dict[str, Any]], dict[str, Any]]] = {
     "warm": warm, "world": world, "build": build, "make": make, "measure": measure,
-    "rft": rft, "free": free, "train": train, "tune": tune,
+    "rft": rft, "arm": arm, "tune": tune,
 }  # fmt: skip
 
 
@@ -309,18 +307,29 @@ def main(argv: Sequence[str]) -> int:
     folder = Path(argv[0]).absolute()
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     sys.path.insert(0, str(ROOT))  # the three scripts stand beside the package
-    try:
-        result = KINDS[job["kind"]](Place(folder, job["name"]), job["told"])
-    except Stopped as stop:
-        return stop.args[0]
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    cost = {"cpu_seconds": round(used.ru_utime + used.ru_stime, 2), "megabytes": used.ru_maxrss // 1024}
-    write_json(folder / "done.json", {"told": job["told"], **cost, **result})
+    with alone(folder):
+        if (folder / "done.json").exists() and json.loads((folder / "done.json").read_text())["told"] == job["told"]:
+            return 0
+        try:
+            result = KINDS[job["kind"]](Place(folder, job["name"]), job["told"])
+        except Stopped as stop:
+            return stop.args[0]
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        cost = {"cpu_seconds": round(used.ru_utime + used.ru_stime, 2), "megabytes": used.ru_maxrss // 1024}
+        write_json(folder / "done.json", {"told": job["told"], **cost, **result})
     return 0
 
 
+def _stop_without_parent(parent: int) -> None:
+    """The study is gone, so nobody will tell this job to stop."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=_stop_without_parent, args=(os.getppid(),), daemon=True).start()
     sys.exit(main(sys.argv[1:]))

@@ -2,24 +2,30 @@
 
     <out>/w0/policy, w1/policy, teacher/policy      warm starts
     <out>/s0/world ...                              a world per seed, the same for all warm starts and arms
-    <out>/w0s0/self, teacher, coarse, made ...      stores of one warm start in one world
+    <out>/w0s0/self, teacher, coarse ...            stores of one warm start in one world
+    <out>/w0s0/made/shuffled ...                    stores made of its own, for controls
     <out>/w0s0/rft_start                            its policy after fine-tuning on the attempts behind its own store
-    <out>/w0s0/base                                 every untrained arm, tested
-    <out>/w0s0/grpo ...                             an arm: trained, then tested
+    <out>/w0s0/base, free_e2, grpo ...              an arm: trained, unless it is not, then tested
     <out>/tune/w0/grpo/0 ...                        a point of the grid, trained in a world of its own
 
 A pair of warm start and seed is a cell. Cells come one after the other, so that whatever is finished when a study is
 stopped has all arms in the same cells, and every comparison is paired.
+
+What a job is told ends in a digest of what the jobs that it needs were told. Whoever edits an arm, or a store, has it
+and all that came of it run again.
 """
 
+import hashlib
+import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-from hiexp.config import ConfigError
-from hiexp.study_arms import TRAINED, UNTRAINED, Arm, chosen_arms, clip_settings
+from hiexp.config import ConfigError, lookup
+from hiexp.lab_world import FAMILIES
+from hiexp.study_arms import TRAINED, Arm, chosen_arms, clip_settings
 from hiexp.study_stores import MADE, VARIED
 
 TUNING_SEED = 1000
@@ -38,7 +44,7 @@ class SizeConfig:
     steps: int = 24
     """training steps of an arm"""
     prompts: int = 10
-    """questions of a step"""
+    """questions of a step; even, since one arm has half of them"""
     group: int = 8
     """attempts at each"""
     train_per_family: int = 20
@@ -76,8 +82,20 @@ class SizeConfig:
             raise ConfigError(
                 f"size.tune_warm_starts={self.tune_warm_starts} is more than size.warm_starts={self.warm_starts}"
             )
-        if not self.lrs or not self.clips:
-            raise ConfigError("size.lrs and size.clips must each hold a value")
+        if self.group < 2:
+            raise ConfigError(f"size.group={self.group} must be at least 2: an attempt is compared with its siblings")
+        if self.prompts % 2:
+            raise ConfigError(f"size.prompts={self.prompts} must be even: the arm grpo_half has half of them")
+        for name in self.held_out:
+            lookup(dict.fromkeys(family.name for family in FAMILIES), name, "size.held_out")
+        if len(set(self.held_out)) == len(FAMILIES):
+            raise ConfigError("size.held_out holds every family: nothing is left to train on")
+        for name in ("lrs", "clips"):
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values):
+                raise ConfigError(f"size.{name}={list(values)} must hold one value or more, each once")
+        if min(self.lrs) <= 0:
+            raise ConfigError(f"size.lrs={list(self.lrs)} must be above 0")
         for clip in self.clips:
             clip_settings(clip)
         if self.teacher_width % 32:
@@ -99,7 +117,7 @@ class StudyConfig:
     worlds: tuple[int, ...] = ()
     """seeds of the worlds that are run and reported; empty = 0 to size.seeds - 1. Others may join in the same folder"""
     overrides: tuple[str, ...] = ()
-    """more key=value settings for every arm; like size they belong to the folder"""
+    """more key=value settings, on top of config and below what an arm says; like size they belong to the folder"""
     size: SizeConfig = field(default_factory=SizeConfig)
 
     def __post_init__(self) -> None:
@@ -131,11 +149,10 @@ class Job:
 
 
 def plan(cfg: StudyConfig) -> list[Job]:
-    """All jobs, in the order in which they should start."""
+    """All jobs, in the order in which they should start: none before what it needs."""
     arms, size = chosen_arms(cfg.arms, cfg.set), cfg.size
-    trained = {name: arm for name, arm in arms.items() if arm.trains}
     jobs = [Job(f"w{w}/policy", "warm", (), {"seed": w}) for w in range(size.warm_starts)]
-    tuned = tuple(dict.fromkeys(arm.tuned_as for arm in trained.values() if arm.tuned_as))
+    tuned = tuple(dict.fromkeys(arm.tuned_as for arm in arms.values() if arm.tuned_as))
     if tuned and len(grid(size)) > 1:
         jobs.append(_world(TUNING_SEED))
         for w in range(size.tune_warm_starts):
@@ -147,7 +164,22 @@ def plan(cfg: StudyConfig) -> list[Job]:
         jobs.append(_world(seed))
         for w in range(size.warm_starts):
             jobs += _cell(w, seed, arms, size)
-    return jobs
+    return _chained(jobs)
+
+
+def _chained(jobs: Sequence[Job]) -> list[Job]:
+    """Each told what those before it were told."""
+    digests: dict[str, str] = {}
+    chained = []
+    for job in jobs:
+        told = job.told | ({"after": _digest([digests[name] for name in job.needs])} if job.needs else {})
+        digests[job.name] = _digest(told)
+        chained.append(replace(job, told=told))
+    return chained
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def grid(size: SizeConfig) -> list[tuple[float, str]]:
@@ -164,73 +196,57 @@ def _world(seed: int) -> Job:
     return Job(f"s{seed}/world", "world", (), {"seed": seed})
 
 
+def _store_jobs(cell: str, arm: Arm) -> tuple[str, ...]:
+    """The job of the store that an arm trains or is tested with."""
+    if arm.tests == ("off",) and not arm.store:
+        return ()
+    return (f"{cell}/made/{arm.test_store}" if arm.test_store in MADE else f"{cell}/{arm.test_store}",)
+
+
+def _start_jobs(cell: str, arm: Arm) -> tuple[str, ...]:
+    return (f"{cell}/rft_start",) if arm.rft else ()
+
+
 def _stores(w: int, seed: int, arms: Sequence[Arm]) -> list[Job]:
-    """Jobs for the stores that these arms train or are tested with."""
-    wanted, cell = {arm.test_store for arm in arms if arm.tests != ("off",) or arm.store or arm.rft}, f"w{w}s{seed}"
-    ground = (f"w{w}/policy", f"s{seed}/world")
+    """Jobs for what these arms need: their stores, and the policy that has learned from the attempts behind one."""
+    cell, ground, told = f"w{w}s{seed}", (f"w{w}/policy", f"s{seed}/world"), {"warm": w, "seed": seed}
+    own = (f"{cell}/self",)
+    wanted = {job for arm in arms for job in (*_store_jobs(cell, arm), *_start_jobs(cell, arm))}
     if not wanted:
         return []
-    jobs = [Job(f"{cell}/self", "build", ground, {"warm": w, "seed": seed})]
-    if "teacher" in wanted:
-        told = {"warm": w, "seed": seed, "reflector": "teacher/policy"}
-        jobs.append(Job(f"{cell}/teacher", "build", (*ground, "teacher/policy"), told))
-    if "measured" in wanted:
-        jobs.append(Job(f"{cell}/measured", "measure", (f"{cell}/self",), {"warm": w, "seed": seed}))
-    for name in (name for name in VARIED if name in wanted):
-        told = {"warm": w, "seed": seed, "settings": list(VARIED[name])}
-        jobs.append(Job(f"{cell}/{name}", "build", ground, told))
-    if made := [name for name in MADE if name in wanted]:
-        told = {"warm": w, "seed": seed, "names": made}
-        jobs.append(Job(f"{cell}/made", "make", (f"{cell}/self",), told))
-    return jobs
+    jobs = [Job(own[0], "build", ground, told)]
+    possible = [
+        Job(f"{cell}/teacher", "build", (*ground, "teacher/policy"), told | {"reflector": "teacher/policy"}),
+        *(Job(f"{cell}/{name}", "build", ground, told | {"settings": list(more)}) for name, more in VARIED.items()),
+        Job(f"{cell}/measured", "measure", own, told),
+        *(Job(f"{cell}/made/{name}", "make", own, told | {"store": name}) for name in MADE),
+        Job(f"{cell}/rft_start", "rft", own, told),
+    ]
+    return jobs + [job for job in possible if job.name in wanted]
 
 
 def _cell(w: int, seed: int, arms: dict[str, Arm], size: SizeConfig) -> list[Job]:
     cell, jobs = f"w{w}s{seed}", _stores(w, seed, list(arms.values()))
-    stores = tuple(job.name for job in jobs)
-    jobs += _rft(w, seed, list(arms.values()))
-    if untrained := [name for name in arms if name in UNTRAINED]:
-        needs = (f"w{w}/policy", f"s{seed}/world", *stores)
-        told = {"warm": w, "seed": seed, "arms": {name: arms[name].recipe for name in untrained}}
-        jobs.append(Job(f"{cell}/base", "free", needs, told))
     for name, arm in arms.items():
-        if arm.trains:
-            needs = (f"w{w}/policy", f"s{seed}/world", *_store_jobs(cell, arm), *_start_jobs(cell, arm))
-            if arm.tuned_as and len(grid(size)) > 1:
-                needs += tuple(run for runs in tune_jobs(arm.tuned_as, size) for run in runs)
-            told = {"warm": w, "seed": seed, "arm": name, "recipe": arm.recipe}
-            jobs.append(Job(f"{cell}/{name}", "train", needs, told))
+        needs = (f"w{w}/policy", f"s{seed}/world", *_store_jobs(cell, arm), *_start_jobs(cell, arm))
+        if arm.tuned_as and len(grid(size)) > 1:
+            needs += tuple(run for runs in tune_jobs(arm.tuned_as, size) for run in runs)
+        told = {"warm": w, "seed": seed, "arm": name, "recipe": arm.recipe}
+        jobs.append(Job(f"{cell}/{name}", "arm", needs, told))
     return jobs
 
 
 def _tuning(w: int, tuned: Sequence[str], size: SizeConfig) -> list[Job]:
-    arms = [TRAINED[name] for name in tuned]
-    jobs = _stores(w, TUNING_SEED, [arm for arm in arms if arm.store or arm.rft]) + _rft(w, TUNING_SEED, arms)
-    for name in tuned:
+    """The grid of each arm, without experience where the arm has none in training."""
+    cell, arms = f"w{w}s{TUNING_SEED}", {name: lookup(TRAINED, name, "tuned_as") for name in tuned}
+    jobs = _stores(w, TUNING_SEED, [arm for arm in arms.values() if arm.store or arm.rft])
+    for name, arm in arms.items():
         needs = (f"w{w}/policy", f"s{TUNING_SEED}/world")
-        cell, arm = f"w{w}s{TUNING_SEED}", TRAINED[name]
         needs += (*(_store_jobs(cell, arm) if arm.store else ()), *_start_jobs(cell, arm))
         for i, (lr, clip) in enumerate(grid(size)):
             told = {"warm": w, "seed": TUNING_SEED, "arm": name, "recipe": arm.recipe, "lr": lr, "clip": clip}
             jobs.append(Job(f"tune/w{w}/{name}/{i}", "tune", needs, told))
     return jobs
-
-
-def _store_jobs(cell: str, arm: Arm) -> tuple[str, ...]:
-    if arm.tests == ("off",) and not arm.store:
-        return ()
-    return (f"{cell}/made" if arm.test_store in MADE else f"{cell}/{arm.test_store}",)
-
-
-def _rft(w: int, seed: int, arms: Sequence[Arm]) -> list[Job]:
-    if not any(arm.rft for arm in arms):
-        return []
-    cell = f"w{w}s{seed}"
-    return [Job(f"{cell}/rft_start", "rft", (f"{cell}/self",), {"warm": w, "seed": seed})]
-
-
-def _start_jobs(cell: str, arm: Arm) -> tuple[str, ...]:
-    return (f"{cell}/rft_start",) if arm.rft else ()
 
 
 def start_policy(out: Path, warm: int, seed: int, arm: Arm) -> Path:
@@ -240,7 +256,7 @@ def start_policy(out: Path, warm: int, seed: int, arm: Arm) -> Path:
 
 def store_folder(out: Path, cell: str, store: str) -> Path:
     """Where a store of a cell lies."""
-    return out / cell / "made" / store if store in MADE else out / cell / store / "run" / "hek"
+    return out / cell / "made" / store / "hek" if store in MADE else out / cell / store / "run" / "hek"
 
 
 def split_of(sample_id: str, group: str, held_out: Sequence[str]) -> str:

@@ -67,6 +67,7 @@ def summarise(results: Results, runs: Mapping[str, Mapping[Cell, Metrics]]) -> d
     claims = {
         claim.number: {
             "says": claim.says,
+            "lacking": _lacking(results, claim),
             **{how: [row.to_json() for row in claim_rows(results, claim, MACRO, how)] for how in ("sampled", "greedy")},
         }
         for claim in _claims(results)
@@ -91,8 +92,16 @@ def summarise(results: Results, runs: Mapping[str, Mapping[Cell, Metrics]]) -> d
 
 
 def _claims(results: Results) -> tuple[Claim, ...]:
-    """The paper's claims, and each of ours once it has all of its sides."""
-    return *CLAIMS, *(one for one in OURS if len(claim_rows(results, one)) == len(one.rows + one.controls))
+    """The paper's claims, and those of ours of which something has finished."""
+    return *CLAIMS, *(one for one in OURS if claim_rows(results, one))
+
+
+def _lacking(results: Results, claim: Claim) -> str:
+    """Says which arms its other comparisons wait for."""
+    have = {row.says for row in claim_rows(results, claim)}
+    sides = {side for says, *pair in (*claim.rows, *claim.controls) if says not in have for side in pair}
+    names = sorted({arm for arm, hek in sides if not results.cells((arm, hek))}, key=list(ARMS).index)
+    return f"Not finished, and so not here: {', '.join(names)}." if names else ""
 
 
 def arm_table(results: Results) -> dict[str, Any]:
@@ -166,7 +175,7 @@ def _cost(out: Path, finished: Collection[str]) -> dict[str, Any]:
     spent: dict[str, list[float]] = {}
     for name in finished:
         seconds = json.loads((out / name / "done.json").read_text())["cpu_seconds"]
-        spent.setdefault("tune" if name.startswith("tune/") else name.rsplit("/", 1)[1], []).append(seconds)
+        spent.setdefault("tune" if name.startswith("tune/") else name.split("/", 1)[1], []).append(seconds)
     table = {name: {"jobs": len(v), "mean": fmean(v), "sum": sum(v)} for name, v in sorted(spent.items())}
     return table | {"all": {"jobs": len(finished), "sum": sum(sum(v) for v in spent.values())}}
 
@@ -175,15 +184,18 @@ def page(summary: Mapping[str, Any], results: Results, drawing: str, cfg: StudyC
     """Markup of the report's body."""
     size = cfg.size
     cells = len(results.cells(("grpo", "off")))
+    held_out = ", ".join(size.held_out) or "none"
     head = (
         f"<p>{len(cfg.seeds)} worlds x {size.warm_starts} warm starts are planned; GRPO has finished in {cells} of "
         f"these cells. Every arm trains for {size.steps} steps of {size.prompts} questions x {size.group} attempts. "
-        "EM in percent, macro mean over 16 families; differences are paired within a cell, with 95% t-intervals over "
-        "cells, not adjusted for their number.</p>"
+        "EM in percent, macro mean over families; differences are paired within a cell, with 95% t-intervals over "
+        "cells, not adjusted for their number. Families that "
+        f"neither experience nor RL saw: {escape(held_out)}.</p>"
     )
     parts = [head, "<h2>Claims</h2>"]
     for claim in _claims(results):
-        parts.append(f"<h3>({claim.number}) {escape(claim.says)}</h3>{_rows(claim_rows(results, claim))}")
+        lacking = f'<p class="soft">{_lacking(results, claim)}</p>' if _lacking(results, claim) else ""
+        parts.append(f"<h3>({claim.number}) {escape(claim.says)}</h3>{_rows(claim_rows(results, claim))}{lacking}")
     parts.append("<h3>(v) training is stabler</h3>")
     for name, found in summary["stability"].items():
         parts.append(f"<p><b>{escape(name)}</b>: {escape(found['verdict'])}</p>{_stability(found)}")
@@ -194,7 +206,7 @@ def page(summary: Mapping[str, Any], results: Results, drawing: str, cfg: StudyC
         parts += [f"<h3>({c.number})</h3>{_rows(claim_rows(results, c, MACRO, how))}" for c in _claims(results)]
     parts.append("<h2>By test split</h2>" + _by_split(summary["by_split"]))
     parts.append("<h2>Lessons with the right plan</h2>" + _lesson_table(summary["lessons"]))
-    parts.append("<h2>Tuning</h2>" + _tuning_table(summary["tuning"]))
+    parts.append("<h2>Tuning</h2>" + _tuning_table(summary["tuning"], len(grid(size))))
     parts.append("<h2>Cost</h2>" + _cost_table(summary["cost"]))
     return parts
 
@@ -219,7 +231,10 @@ def markdown(summary: Mapping[str, Any]) -> str:
                 warm,
             )
             lines.append("| " + " | ".join((*cells, _difference(other), row["verdict"] or "control")) + " |")
-        lines.append("")
+        lines += [claim["lacking"], ""] if claim["lacking"] else [""]
+    for name, found in summary["stability"].items():
+        lines += [f"**(v) training is stabler: {name}: {found['verdict']}**", "", f"| {' | '.join(STABLE[:-1])} |"]
+        lines += ["|---" * (len(STABLE) - 1) + "|", *(f"| {' | '.join(row[:-1])} |" for row in _stable_rows(found)), ""]
     lines += [
         "**by test split, sampled**",
         "",
@@ -274,22 +289,29 @@ def _arms(table: Mapping[str, Any]) -> str:
     return _table(("arm / experience", "cells", "shown", *(c.replace("_", " ") for c in columns)), lines)
 
 
+STABLE = ("number", "of", "against", "difference", "95% interval", "sign test p", "cells", "steps with a counterpart")
+
+
 def _stability(found: Mapping[str, Any]) -> str:
+    return _table(STABLE, _stable_rows(found))
+
+
+def _stable_rows(found: Mapping[str, Any]) -> list[list[str]]:
     lines = [
         [name, f"{one['second']:.3g}", f"{one['first']:.3g}", f"{one['difference']:+.3g}",
          _interval(one["low"], one["high"], 1), f"{one['sign_p']:.2g}", str(one["pairs"]), ""]
         for name, one in found["panel"].items()
     ]  # fmt: skip
-    lines += [
+    return lines + [
         [f"{name}, at equal reward", "", "", f"{one['difference']:+.3g}", _interval(one["low"], one["high"], 1),
          f"{one['sign_p']:.2g}", str(one["pairs"]), f"{100 * one['counterpart']:.0f}%"]
         for name, one in found["at_equal_reward"].items()
     ]  # fmt: skip
-    head = ("number", "of", "against", "difference", "95% interval", "sign test p", "cells", "steps with a counterpart")
-    return _table(head, lines)
 
 
-def _tuning_table(tuning: Mapping[str, Any]) -> str:
+def _tuning_table(tuning: Mapping[str, Any], points: int) -> str:
+    if points == 1:
+        return "<p>One learning rate and one clip range: nothing was chosen.</p>"
     lines = []
     for arm, found in tuning.items():
         for point in found["points"]:

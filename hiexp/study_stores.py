@@ -16,14 +16,13 @@ Only the first four are written by a model. The others are deterministic in (sto
 
 import json
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 
-from hiexp.encoder import Encoder
 from hiexp.experience import LEVELS, Experience
 from hiexp.hek import HEK
 from hiexp.lab_teacher import mask, plan_text
@@ -106,18 +105,11 @@ MADE: Mapping[str, Callable[[HEK, int], HEK]] = {
     "oracle": oracle,
 }
 """name -> what makes it of the store `self`"""
-VARIED: Mapping[str, tuple[str, ...]] = {"coarse": ("build.threshold_1=0.75",)}
+VARIED: dict[str, tuple[str, ...]] = {"coarse": ("build.threshold_1=0.75",)}
 """name -> in what its build differs from that of `self`, where patterns are one per wording already: none is finer"""
 BUILT = ("self", "teacher", "measured", *VARIED)
 """written by a model, each by a job of its own"""
 STORES = (*BUILT, *MADE)
-
-
-def write_stores(source: Path, folder: Path, names: Sequence[str], encoder: Encoder, seed: int) -> None:
-    """Make and save `folder`/name for every name; one that is there is written again."""
-    hek = HEK.load(source, encoder)
-    for name in names:
-        MADE[name](hek, seed).save(folder / name, overwrite=True)
 
 
 def right_share(folder: Path) -> dict[str, float]:

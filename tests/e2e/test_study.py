@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from hiexp import study_job
+from hiexp.config import load
 from hiexp.encoder import TfidfEncoder
 from hiexp.hek import HEK
 from hiexp.model import load_tokenizer
 from hiexp.study_arms import ARMS
+from hiexp.study_plan import StudyConfig, plan
 from hiexp.study_stores import oracle
 from hiexp.trajectory import Segment, Source, Status, Trajectory
 
@@ -29,6 +31,11 @@ def study(out, arms):
         [*command, *(f"size.{size}" for size in SIZES)], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def told(out, name):
+    cfg = load(StudyConfig, [str(out / "study.yaml"), "set=full"])
+    return next(job.told for job in plan(cfg) if job.name == name)
 
 
 def results(out, job):
@@ -78,7 +85,7 @@ def arms_after_fine_tuning_start_from_it(out, monkeypatch):
     monkeypatch.setattr(study_job, "Tests", Tests)
     store = str(out / "w0s0/self/run/hek")
     for arm, policy in (("rft", start), ("rft_grpo", out / "w0s0/rft_grpo/run/policy")):
-        job(out, f"w0s0/{arm}", "train", cell | {"arm": arm})
+        job(out, f"w0s0/{arm}", "arm", cell | {"arm": arm})
         assert tested == [(arm, "on", str(policy), store), (arm, "off", str(policy), store)]
         tested.clear()
     assert not (out / "w0s0/rft/run").exists()
@@ -95,20 +102,19 @@ def a_policy_is_tested_without_a_store_whatever_it_was_trained_with(out):
 
 @pytest.mark.slow
 def test_a_tiny_study(tmp_path, monkeypatch):
-    out = tmp_path / "study"
+    out = tmp_path / "a study, ours"
     study(out, "grpo_half")
     # a policy of three steps has no success to learn from: the store that it would have built is put in its place
     built = out / "w0s0" / "self"
     encoder = TfidfEncoder.load(out / "s0" / "world" / "encoder.json")
     oracle(HEK((), encoder), 0).save(built / "run" / "hek")
-    (built / "done.json").write_text(json.dumps({"told": {"warm": 0, "seed": 0}, "cpu_seconds": 0.0}))
+    (built / "done.json").write_text(json.dumps({"told": told(out, "w0s0/self"), "cpu_seconds": 0.0}))
     first = results(out, "w0s0/grpo_half")
 
-    study(out, "base,free_e2,free_filler,grpo_half")
-    lines = [json.loads(line) for line in results(out, "w0s0/base").splitlines()]
-    assert {line["arm"] for line in lines} == {"base", "free_e2", "free_filler"}
-    assert {line["shown"] for line in lines if line["arm"] == "base"} == {0.0}
-    assert all(line["shown"] == 1.0 for line in lines if line["arm"] == "free_e2")
+    study(out, "base,free_e2,free_filler")
+    for arm, shown in (("base", 0.0), ("free_e2", 1.0)):
+        lines = [json.loads(line) for line in results(out, f"w0s0/{arm}").splitlines()]
+        assert {(line["arm"], line["shown"]) for line in lines} == {(arm, shown)}
     assert results(out, "w0s0/grpo_half") == first, "what has finished is not run again"
     page = (out / "report.html").read_text()
     assert "free_filler / on" in page and "by_teacher / on" not in page

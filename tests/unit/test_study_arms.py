@@ -10,7 +10,7 @@ from hiexp.config import ConfigError, load
 from hiexp.study_arms import ARMS, TRAINED, TUNED, UNTRAINED, chosen_arms, clip_settings
 from hiexp.study_plan import SizeConfig, StudyConfig, grid, plan, split_of, start_policy, tune_jobs
 from hiexp.study_stats import BY_SPLIT, CLAIMS, OURS
-from hiexp.study_stores import STORES
+from hiexp.study_stores import STORES, VARIED
 
 LAB = str(Path(__file__).resolve().parents[2] / "configs" / "lab.yaml")
 
@@ -92,28 +92,46 @@ def test_controls_differ_from_their_arm_in_store_or_dose_alone():
         assert TRAINED[control].tuned_as == arm, "a control is trained at the learning rate of what it controls"
 
 
-def test_an_arm_that_has_been_edited_is_run_again(monkeypatch):
-    def told(cfg):
-        return {job.name: job.told for job in plan(cfg)}
-
-    cfg = StudyConfig("out", arms=("grpo", "e2", "rft_e2", "base", "free_e2"))
-    before = told(cfg)
-    for changed in ({"steps": 3.0}, {"overrides": ("loss.algorithm=gspo",)}, {"tuned_as": "e2"}, {"prompts": 0.5}):
-        monkeypatch.setitem(TRAINED, "grpo", replace(TRAINED["grpo"], **changed))
-        monkeypatch.setitem(ARMS, "grpo", TRAINED["grpo"])
-        now = told(cfg)
-        differ = {name.rsplit("/", 1)[-1] for name in now if now[name] != before.get(name)}
-        assert "grpo" in differ and differ <= {"grpo", "0", "1", "2", "3"}, changed
-        assert all("/grpo" in name for name in now if now[name] != before.get(name))
+def changed(cfg, monkeypatch, edit):
+    """Names of the jobs that are told something else after an edit, without their cell."""
+    before = {job.name: job.told for job in plan(cfg)}
+    edit()
+    after = {job.name: job.told for job in plan(cfg)}
     monkeypatch.undo()
-    monkeypatch.setitem(ARMS, "free_e2", replace(ARMS["free_e2"], overrides=("rollout.strategy_level=3",)))
-    now = told(cfg)
-    assert {name.rsplit("/", 1)[-1] for name in now if now[name] != before[name]} == {"base"}
+    return {name.split("/", 1)[1] for name in after if after[name] != before.get(name)}
+
+
+def test_what_has_been_edited_is_run_again_with_all_that_came_of_it(monkeypatch):
+    cfg = StudyConfig("out", set="full", size=SizeConfig(seeds=1, warm_starts=1))
+
+    def set_arm(name, **to):
+        monkeypatch.setitem(ARMS, name, replace(ARMS[name], **to))
+        if name in TRAINED:
+            monkeypatch.setitem(TRAINED, name, ARMS[name])
+
+    grid_of = {f"w0/{{}}/{i}" for i in range(4)}
+    for edit in ({"steps": 3.0}, {"overrides": ("loss.algorithm=gspo",)}, {"prompts": 0.5}):
+        found = changed(cfg, monkeypatch, lambda edit=edit: set_arm("grpo", **edit))
+        takes = {name for name, arm in ARMS.items() if arm.tuned_as == "grpo"}
+        assert found == takes | {one.format("grpo") for one in grid_of}, "and those that take its learning rate"
+    assert changed(cfg, monkeypatch, lambda: set_arm("leak", steps=2.0)) == {"leak"}
+    assert changed(cfg, monkeypatch, lambda: set_arm("free_e2", overrides=())) == {"free_e2"}
+    wider = changed(cfg, monkeypatch, lambda: monkeypatch.setitem(VARIED, "coarse", ("build.threshold_1=0.5",)))
+    assert wider == {"coarse", "e2_coarse", "free_coarse"}
+    assert changed(cfg, monkeypatch, lambda: None) == set()
+
+
+def test_a_job_does_not_depend_on_what_else_was_asked_for():
+    size = SizeConfig(seeds=1, warm_starts=1)
+    everything = {job.name: job for job in plan(StudyConfig("out", set="full", size=size))}
+    for arms in (("base",), ("free_e2", "grpo"), ("rft", "shuffled", "e2_coarse"), ("half_uplift", "by_teacher")):
+        for job in plan(StudyConfig("out", arms=arms, size=size)):
+            assert job == everything[job.name]
 
 
 def test_worlds_may_be_named():
     some = plan(StudyConfig("out", arms=("grpo",), worlds=(7, 3)))
-    assert [job.told["seed"] for job in some if job.kind == "train"] == [7, 7, 3, 3]
+    assert [job.told["seed"] for job in some if job.kind == "arm"] == [7, 7, 3, 3]
     few = plan(StudyConfig("out", arms=("grpo",), size=SizeConfig(seeds=8)))
     assert {repr(job) for job in some} <= {repr(job) for job in few}, "the same jobs, whoever names them"
     for wrong in ((-1,), (1000,), (2, 2)):
@@ -189,9 +207,8 @@ def test_the_plan_is_sound(which):
     for job in jobs:  # in order, with one slot, nothing ever waits for what comes later
         assert set(job.needs) <= done, job
         done.add(job.name)
-    trained = {(job.told["warm"], job.told["seed"], job.told["arm"]) for job in jobs if job.kind == "train"}
-    arms = [name for name, arm in chosen_arms((), which).items() if arm.trains]
-    assert trained == {(w, s, name) for w in range(2) for s in range(5) for name in arms}
+    trained = {(job.told["warm"], job.told["seed"], job.told["arm"]) for job in jobs if job.kind == "arm"}
+    assert trained == {(w, s, name) for w in range(2) for s in range(5) for name in chosen_arms((), which)}
     tuning = {job.told["seed"] for job in jobs if job.kind == "tune"}
     assert not tuning & {seed for _, seed, _ in trained}, "tuned on a world of its own"
 
@@ -205,5 +222,21 @@ def test_splits():
     assert split_of("a_b-test-3", "taught", ("a_b",)) == "held_out"
     assert split_of("a_b-test-3", "taught_new_wording", ("c",)) == "paraphrase"
     assert split_of("a_b-test-3", "held_back", ("c",)) == "in_domain"
-    with pytest.raises(ConfigError, match="teacher_width"):
-        SizeConfig(teacher_width=100)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"teacher_width": 100}, "multiple of 32"),
+        ({"prompts": 5}, "must be even"),
+        ({"group": 1}, "at least 2"),
+        ({"steps": 0}, "at least 1"),
+        ({"held_out": ("director_spous",)}, "director_spouse"),
+        ({"lrs": (1e-4, 1e-4)}, "each once"),
+        ({"lrs": (-1.0,)}, "above 0"),
+        ({"clips": ()}, "one value or more"),
+    ],
+)
+def test_sizes_that_no_job_could_have(wrong, told):
+    with pytest.raises(ConfigError, match=told):
+        SizeConfig(**wrong)

@@ -14,7 +14,7 @@ from hiexp.study_arms import ARMS, TUNED
 from hiexp.study_figure import curve, figure
 from hiexp.study_plan import SizeConfig, StudyConfig, plan
 from hiexp.study_report import write_study
-from hiexp.study_stats import BETTER, BY_SPLIT, CLAIMS, OURS
+from hiexp.study_stats import BY_SPLIT, CLAIMS, OURS
 from hiexp.tracking import write_json
 
 SPLITS = {"in_domain": 4, "paraphrase": 2, "held_out": 2, "second_world": 3}
@@ -37,19 +37,18 @@ def write_job(out, job, rng):
         for level in LEVELS:
             entry = {"description": "label , founder", "qa_groups": [["label_founder-train-1", "x"]]}
             (folder / "run" / "hek" / f"level{level}.jsonl").write_text(json.dumps(entry) + "\n" if level < 3 else "")
-    if job.kind not in ("free", "train"):
+    if job.kind != "arm":
         return
-    names = job.told["arms"] if job.kind == "free" else [job.told["arm"]]
+    arm = job.told["arm"]
     with (folder / "results.jsonl").open("w") as file:
-        for arm in names:
-            for hek in ARMS[arm].tests:
-                for split, count in SPLITS.items():
-                    scores = {f"family{i % 2}-test-{i}": float(rng.random()) for i in range(count)}
-                    key = {"arm": arm, "warm": job.told["warm"], "seed": job.told["seed"], "split": split, "hek": hek}
-                    for how in ("greedy", "sampled"):
-                        line = key | {"decoding": how, "em": 0.0, "shown": 0.3, "scores": scores}
-                        file.write(json.dumps(line) + "\n")
-    if job.kind == "train":
+        for hek in ARMS[arm].tests:
+            for split, count in SPLITS.items():
+                scores = {f"family{i % 2}-test-{i}": float(rng.random()) for i in range(count)}
+                key = {"arm": arm, "warm": job.told["warm"], "seed": job.told["seed"], "split": split, "hek": hek}
+                for how in ("greedy", "sampled"):
+                    line = key | {"decoding": how, "em": 0.0, "shown": 0.3, "scores": scores}
+                    file.write(json.dumps(line) + "\n")
+    if ARMS[arm].steps:
         (folder / "run").mkdir()
         lines = "".join(json.dumps(line) + "\n" for line in metrics(rng))
         (folder / "run" / "metrics.jsonl").write_text(lines)
@@ -124,18 +123,36 @@ def test_claims_are_a_table_of_markdown_too(study):
     summary = write_study(out, cfg, {job.name for job in jobs})
     rows = [line for line in (out / "claims.md").read_text().splitlines() if line.startswith("| ")]
     wanted = sum(len(claim.rows) + len(claim.controls) + 1 for claim in (*CLAIMS, *OURS))
-    assert [row.count("|") for row in rows] == [9] * wanted + [6] * (len(BY_SPLIT) + 1)
+    split = len(BY_SPLIT) + 1
+    assert [row.count("|") for row in rows[:wanted] + rows[-split:]] == [9] * wanted + [6] * split
+    stable, panel = rows[wanted:-split], summary["stability"]["e2_e1 - grpo"]["panel"]["grad_norm_var"]
+    assert {row.count("|") for row in stable} == {8}
+    assert f"| {panel['difference']:+.3g} |" in next(row for row in stable if "grad_norm_var" in row)
     gap = next(row for row in summary["by_split"] if row["split"] == "held_out")
-    assert f"{100 * gap['difference']:+.1f} [" in next(row for row in rows[wanted:] if gap["says"] in row)
+    assert f"{100 * gap['difference']:+.1f} [" in next(row for row in rows[-split:] if gap["says"] in row)
     first = summary["claims"]["i"]["sampled"][0]
     assert f"{100 * first['difference']:+.1f} [{100 * first['low']:.3g}, {100 * first['high']:.3g}]" in rows[1]
 
 
-def test_what_was_tried_is_a_table_once_all_of_it_has_finished(study):
+def test_what_has_not_finished_is_named(study):
     out, cfg, jobs = study
-    lacking = {job.name for job in jobs if not job.name.endswith(("/rft_same", "/gspo_half"))}
-    assert write_study(out, cfg, lacking)["claims"].keys() == {"i", "ii", "iii", "iv", "lesson"}
-    assert BETTER.says not in (out / "claims.md").read_text() + (out / "report.html").read_text()
+    some = {job.name for job in jobs if not job.name.endswith(("/rft_same", "/gspo_half"))}
+    claims = write_study(out, cfg, some)["claims"]
+    assert [len(claims["better"][how]) for how in ("sampled", "greedy")] == [7, 7]
+    assert claims["better"]["lacking"] == "Not finished, and so not here: rft_same."
+    assert claims["dose"]["lacking"].endswith("gspo_half.") and not claims["lesson"]["lacking"]
+    for file in ("claims.md", "report.html"):
+        assert "not here: rft_same." in (out / file).read_text()
+    core = {job.name for job in jobs if job.kind != "arm" or ARMS[job.told["arm"]].set == "core"}
+    claims = write_study(out, cfg, core)["claims"]
+    assert "better" not in claims and "half_e2" in claims["dose"]["lacking"]
+    assert all(not claims[number]["lacking"] for number in ("i", "ii", "iii", "iv"))
+
+
+def test_one_point_of_the_grid_is_no_choice(tmp_path):
+    cfg = StudyConfig(str(tmp_path), size=replace(SIZE, lrs=(3e-4,), clips=("own",)))
+    write_study(tmp_path, cfg, set())
+    assert "nothing was chosen" in (tmp_path / "report.html").read_text()
 
 
 def test_a_report_of_some_worlds_has_their_cells_alone(study):
@@ -159,6 +176,7 @@ def test_costs_are_summed(study):
     out, cfg, jobs = study
     cost = write_study(out, cfg, {job.name for job in jobs})["cost"]
     assert cost["all"] == {"jobs": len(jobs), "sum": 10.0 * len(jobs)}
+    assert cost["shuffled"]["jobs"] == cost["made/shuffled"]["jobs"] == 6, "the arm and its store"
     assert cost["grpo"] == {"jobs": 6, "mean": 10.0, "sum": 60.0}
 
 
