@@ -130,8 +130,8 @@ TRAINED = {
     "e2_loose": Arm("as e2, patterns from farther away", (*E2, LOOSE), "self", "e2", set=FULL),
     "e2_advice": Arm("as e2, patterns that do not say when they apply", E2, "advice", "e2", set=FULL),
     "rft": Arm("RFT on the attempts of the HEK's build, no RL", E2, rft=True, steps=0, set=FULL),
-    "rft_grpo": Arm("control: RFT, then GRPO without experience", E2, "", "rft_grpo", rft=True, set=FULL),
-    "rft_same": Arm("control: as rft_grpo, at the values of rft_e2", E2, "", "rft_e2", rft=True, set=FULL),
+    "rft_grpo": Arm("RFT, then GRPO without experience, tuned by itself", E2, "", "rft_grpo", rft=True, set=FULL),
+    "rft_same": Arm("RFT, then GRPO without experience, at the values of rft_e2", E2, "", "rft_e2", rft=True, set=FULL),
     "rft_e2": Arm("RFT, then GRPO with patterns", E2, "self", "rft_e2", rft=True, set=FULL),
     "grpo_long": Arm(
         "control: GRPO for the CPU time of rft_e2, its HEK and its RFT", (), "", "grpo", steps=2.0, set=FULL
