@@ -222,6 +222,7 @@ BETTER = Claim(
         ("RFT, then GRPO: HEK only when tested", ("rft_same", ON), ("rft_same", OFF)),
         ("RFT alone against GRPO", ("rft", OFF), GRPO),
         ("RFT alone: with HEK against without", ("rft", ON), ("rft", OFF)),
+        ("GRPO for that CPU time: HEK only when tested", ("grpo_long", ON), ("grpo_long", OFF)),
         ("GRPO for that CPU time against GRPO", ("grpo_long", OFF), GRPO),
     ),
     words=("better", "worse"),
