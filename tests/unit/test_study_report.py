@@ -158,7 +158,7 @@ def test_one_point_of_the_grid_is_no_choice(tmp_path):
 
 
 def test_a_report_of_some_worlds_has_their_cells_alone(study):
-    out, cfg, jobs = study
+    out, cfg, _ = study
     some, rng = replace(cfg, worlds=(7,)), np.random.default_rng(1)
     for job in plan(some):
         if not (out / job.name).exists():
