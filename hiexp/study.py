@@ -142,7 +142,7 @@ class Runner:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "job.json", asdict(job))
         if job.kind == "warm":
-            say(f"{job.name} is trained, for some minutes (log: {folder / 'log.txt'})")
+            say(f"{job.name} begins and takes minutes (log: {folder / 'log.txt'})")
         command = self.command(folder)
         threads = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
         with (folder / "log.txt").open("ab") as log:
