@@ -34,7 +34,7 @@ TRAINED = ("grpo", "grpo_hiexp", "attempts_grpo")
 WITHOUT = ("base", "grpo", "attempts_grpo")
 """shown on the page as they are without experience"""
 RATE = "optim.lr=1.5e-4"
-"""of GRPO after the attempts, chosen in the lab study: at the lab's 3e-4 one run of ten collapsed"""
+"""of GRPO after the attempts, chosen in the lab study: at the lab's 3e-4 one run of twenty collapsed"""
 SHOWN_QUESTIONS = 12
 REFLECTOR = "self (the policy writes its own lessons)"
 

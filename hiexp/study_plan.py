@@ -115,7 +115,7 @@ class StudyConfig:
     config: str = "configs/lab.yaml"
     """settings of every job; looked for here, then in the checkout"""
     worlds: tuple[int, ...] = ()
-    """seeds of the worlds that are run and reported; empty = 0 to size.seeds - 1. Others may join in the same folder"""
+    """seeds of the worlds that are run and reported; empty = 0 to size.seeds - 1 are run, and all of the folder reported"""
     overrides: tuple[str, ...] = ()
     """more key=value settings, on top of config and below what an arm says; like size they belong to the folder"""
     size: SizeConfig = field(default_factory=SizeConfig)
