@@ -2,7 +2,7 @@
 
     python -m hiexp.lab world  out=runs/w          encyclopedia, questions and encoder
     python -m hiexp.lab policy out=runs/p          the warm-started policy
-    python -m hiexp.lab demo   out=runs/lab seed=0 both, then build_hek.py, train.py with and without HEK, evaluate.py
+    python -m hiexp.lab demo   out=runs/lab seed=0 both, then build_hek.py, train.py in three ways, evaluate.py
     python -m hiexp.lab study  out=runs/study      many arms over worlds and warm starts (docs/lab_study.md)
 
 The demo's later stages are the three scripts themselves with configs/lab.yaml, two at a time with one thread each.

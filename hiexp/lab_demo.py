@@ -51,10 +51,10 @@ class Stages:
             config if Path(config).is_file() else str(ROOT / config),
             f"seed={seed}",
             f"eval.seed={seed}",
-            f"model.path={out / 'policy'}",
-            *(f"data.{split}={world / split}.jsonl" for split in ("train", "dev", "test")),
-            f"encoder.path={world / 'encoder.json'}",
-            f"search.corpus=[{world / 'corpus.jsonl'}]",
+            f"model.path={_quoted(out / 'policy')}",
+            *(f"data.{split}={_quoted(world / f'{split}.jsonl')}" for split in ("train", "dev", "test")),
+            f"encoder.path={_quoted(world / 'encoder.json')}",
+            f"search.corpus=[{_quoted(world / 'corpus.jsonl')}]",
             *overrides,
         ]
         load(Config, [*self.settings, f"out={out}"])  # a wrong setting is told before anything runs
@@ -132,7 +132,8 @@ def run_demo(
             _after, build, stages.script, "attempts", "hiexp.sft", f"sft.train={out / 'hek' / 'trajectories.jsonl'}"
         )
         start = f"model.path={out / 'attempts' / 'policy'}"
-        after = pool.submit(_after, attempts, stages.script, "attempts_grpo", "train.py", start, RATE)
+        rate = () if any(one.startswith("optim.lr=") for one in overrides) else (RATE,)
+        after = pool.submit(_after, attempts, stages.script, "attempts_grpo", "train.py", start, *rate)
         evaluations = [
             pool.submit(_after, before, stages.script, f"eval_{name}", "evaluate.py", hek, *model)
             for name, before, model in (
@@ -258,13 +259,18 @@ def _means(node: dict[str, Any]) -> dict[str, Any]:
 
 def _table(arms: dict[str, Any]) -> str:
     """One line for each policy and store; base_hek is base with HEK on, so it has none of its own."""
-    lines = [f"{'policy':<12} {'HEK':<4} {'EM sampled':>10} {'EM greedy':>10}   sampled EM by family group"]
+    lines = [f"{'policy':<13} {'HEK':<4} {'EM sampled':>10} {'EM greedy':>10}   sampled EM by family group"]
     for arm, stores in arms.items():
         for store, scores in stores.items() if arm != "base_hek" else ():
             groups = "  ".join(f"{name} {value['em_sampled']:.2f}" for name, value in scores["by_family_group"].items())
             means = f"{scores['em_sampled']:>10.3f} {scores['em_greedy']:>10.3f}"
-            lines.append(f"{arm:<12} {store.removeprefix('hek_'):<4} {means}   {groups}")
+            lines.append(f"{arm:<13} {store.removeprefix('hek_'):<4} {means}   {groups}")
     return "\n".join(lines)
+
+
+def _quoted(path: Path) -> str:
+    """A path as a value of a setting, whatever is in it."""
+    return json.dumps(str(path))
 
 
 def _last_line(log: Path) -> str:
@@ -277,5 +283,7 @@ NOTES = (
     "part of what experience does here is by construction; the right plan of a held-back family came up only as rarely "
     "as any other detour.",
     "Lessons were written by the policy itself (reflector: self).",
+    "attempts_grpo first learns from the right attempts behind the HEK, which takes some CPU time more, and is then "
+    f"trained without experience at a learning rate of its own ({RATE}, unless one was asked for).",
     "One seed. The differences are paired by question: their intervals say nothing about another seed.",
 )

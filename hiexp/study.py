@@ -31,6 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 GRACE = 60.0
 """seconds that a job has to save when the study is stopped"""
 POLL = 0.2
+STUDY = "HIEXP_STUDY_PID"
+"""variable that names the process which a job belongs to"""
 KEPT = "study.yaml"
 """what belongs to the folder: size, config and overrides"""
 SETTINGS = "settings.yaml"
@@ -53,7 +55,10 @@ def run_study(cfg: StudyConfig) -> int:
     """0 when every job has finished, 1 when some failed, 143 (129, 130) when it was stopped."""
     out = Path(cfg.out)
     _check(cfg, out)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write to out={out}: {error.strerror}") from error
     if not cfg.jobs:
         _keep(cfg, out)
         _report(cfg, out)
@@ -77,9 +82,10 @@ def of_folder(arguments: Sequence[str]) -> list[str]:
 
 
 def _report(cfg: StudyConfig, out: Path) -> None:
-    """Of every arm and, unless some are named, of every world that the folder has."""
+    """Of every arm and every world that the folder has; with jobs=0, of the worlds that are named."""
     there = (path.name[1:] for path in out.glob("s*") if path.name[1:].isdigit() and path.name != f"s{TUNING_SEED}")
-    worlds = cfg.worlds or tuple(sorted({*cfg.seeds, *map(int, there)}))
+    named = () if cfg.jobs else cfg.worlds
+    worlds = named or tuple(sorted({*cfg.seeds, *map(int, there)}))
     everything = replace(cfg, set="full", arms=(), worlds=worlds)
     write_study(out, everything, {job.name for job in plan(everything) if is_done(out, job)})
 
@@ -107,7 +113,8 @@ class Runner:
 
     def run(self) -> int:
         told = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        former = {number: signal.signal(number, self._note) for number in told}
+        heard = [number for number in told if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores one
+        former = {number: signal.signal(number, self._note) for number in heard}
         say(f"{len(self.jobs)} jobs, {len(self.finished)} of them finished before; {self.slots} at a time")
         try:
             while not self.stopped:
@@ -144,7 +151,12 @@ class Runner:
         if job.kind == "warm":
             say(f"{job.name} begins and takes minutes (log: {folder / 'log.txt'})")
         command = self.command(folder)
-        threads = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
+        threads = {
+            STUDY: str(os.getpid()),
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONPATH": str(ROOT),
+        }
         with (folder / "log.txt").open("ab") as log:
             log.write((" ".join(command) + "\n").encode())
             log.flush()
@@ -203,7 +215,9 @@ def alone(folder: Path) -> Iterator[None]:
 def _check(cfg: StudyConfig, out: Path) -> None:
     """ConfigError for a setting that no job could run with, and for a folder of other settings or other things."""
     for override in cfg.overrides:
-        key = override.partition("=")[0].strip()
+        key, equals, text = (part.strip() for part in override.partition("="))
+        if not equals or text.startswith("{"):
+            raise ConfigError(f"overrides: {override!r} must be one key=value, like optim.mini_batches=1")
         if key in OWNED or key in PLACES:
             remedy = f"set {OWNED[key]}" if key in OWNED else "leave it out"
             raise ConfigError(f"overrides: the study sets {key} itself; {remedy}")

@@ -35,7 +35,7 @@ from hiexp.resume import seed_everything
 from hiexp.rewards import score
 from hiexp.search import open_search
 from hiexp.search_types import SearchBackend
-from hiexp.study import alone
+from hiexp.study import STUDY, alone
 from hiexp.study_arms import ARMS, TRAINED, Arm, clip_settings
 from hiexp.study_plan import SizeConfig, StudyConfig, grid, split_of, start_policy, store_folder, tune_jobs
 from hiexp.study_stores import MADE
@@ -324,12 +324,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _stop_without_parent(parent: int) -> None:
-    """The study is gone, so nobody will tell this job to stop."""
+    """When the study is gone, nobody will tell this job to stop; it may have gone before this job could look."""
     while os.getppid() == parent:
         time.sleep(1)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":
-    threading.Thread(target=_stop_without_parent, args=(os.getppid(),), daemon=True).start()
+    study = int(os.environ.get(STUDY, os.getppid()))
+    threading.Thread(target=_stop_without_parent, args=(study,), daemon=True).start()
     sys.exit(main(sys.argv[1:]))

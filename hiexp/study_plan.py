@@ -17,6 +17,7 @@ and all that came of it run again.
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
@@ -94,8 +95,16 @@ class SizeConfig:
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
                 raise ConfigError(f"size.{name}={list(values)} must hold one value or more, each once")
-        if min(self.lrs) <= 0:
-            raise ConfigError(f"size.lrs={list(self.lrs)} must be above 0")
+        if not all(0 < lr < math.inf for lr in self.lrs):
+            raise ConfigError(f"size.lrs={list(self.lrs)} must be above 0, and finite")
+        if self.seeds > TUNING_SEED:
+            raise ConfigError(f"size.seeds={self.seeds} must be at most {TUNING_SEED}")
+        train = self.train_per_family * (len(FAMILIES) - len(set(self.held_out)))
+        if self.build_questions > train:
+            raise ConfigError(
+                f"size.build_questions={self.build_questions} is more than there are training questions: {train}, "
+                "size.train_per_family of each family that is not held out"
+            )
         for clip in self.clips:
             clip_settings(clip)
         if self.teacher_width % 32:
@@ -115,7 +124,7 @@ class StudyConfig:
     config: str = "configs/lab.yaml"
     """settings of every job; looked for here, then in the checkout"""
     worlds: tuple[int, ...] = ()
-    """seeds of the worlds that are run and reported; empty = 0 to size.seeds - 1 are run, and all of the folder reported"""
+    """seeds of the worlds that are run or, with jobs=0, reported; empty = 0 to size.seeds - 1, and in reports all"""
     overrides: tuple[str, ...] = ()
     """more key=value settings, on top of config and below what an arm says; like size they belong to the folder"""
     size: SizeConfig = field(default_factory=SizeConfig)

@@ -231,7 +231,9 @@ def markdown(summary: Mapping[str, Any]) -> str:
                 warm,
             )
             lines.append("| " + " | ".join((*cells, _difference(other), row["verdict"] or "control")) + " |")
-        lines += [claim["lacking"], ""] if claim["lacking"] else [""]
+        lines += ["", claim["lacking"], ""] if claim["lacking"] else [""]
+    if not summary["stability"]:
+        lines += ["**(v) training is stabler**", "", f"Not finished: {', '.join(arm for arm, _ in STABILITY)}.", ""]
     for name, found in summary["stability"].items():
         lines += [f"**(v) training is stabler: {name}: {found['verdict']}**", "", f"| {' | '.join(STABLE[:-1])} |"]
         lines += ["|---" * (len(STABLE) - 1) + "|", *(f"| {' | '.join(row[:-1])} |" for row in _stable_rows(found)), ""]

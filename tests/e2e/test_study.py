@@ -21,7 +21,7 @@ from hiexp.trajectory import Segment, Source, Status, Trajectory
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = (
     "seeds=1", "warm_starts=1", "steps=2", "prompts=2", "group=2", "train_per_family=1", "dev_per_family=1",
-    "test_per_family=3", "samples=1", "warm_steps=3", "tune_steps=1", "lrs=[3e-4]",
+    "test_per_family=3", "samples=1", "warm_steps=3", "tune_steps=1", "lrs=[3e-4]", "build_questions=12",
 )  # fmt: skip
 
 

@@ -234,6 +234,9 @@ def test_splits():
         ({"held_out": ("director_spous",)}, "director_spouse"),
         ({"lrs": (1e-4, 1e-4)}, "each once"),
         ({"lrs": (-1.0,)}, "above 0"),
+        ({"lrs": (float("nan"),)}, "finite"),
+        ({"seeds": 1001}, "at most 1000"),
+        ({"train_per_family": 11}, "training questions: 132"),
         ({"clips": ()}, "one value or more"),
     ],
 )

@@ -150,23 +150,23 @@ def test_a_job_is_not_run_beside_one_that_was_left_behind(tmp_path):
     assert time.monotonic() - began > 1 and not (tmp_path / "a" / "left").exists()
 
 
-def test_a_job_stops_when_its_study_is_gone(tmp_path):
-    (tmp_path / "w0" / "policy").mkdir(parents=True)
+@pytest.mark.parametrize("early", [True, False])
+def test_a_job_stops_when_its_study_is_gone(tmp_path, early):
+    """Killed as soon as the job's process is there, and when the job is at work."""
     run_study(tiny(tmp_path / "study"))
     folder = tmp_path / "study" / "w0" / "policy"
     folder.mkdir(parents=True)
     write_json(folder / "job.json", {"name": "w0/policy", "kind": "warm", "told": {"seed": 0}})
     parent = (
-        "import subprocess, sys, time\n"
-        f"p = subprocess.Popen([sys.executable, '-m', 'hiexp.study_job', {str(folder)!r}]); print(p.pid, flush=True)\n"
+        "import os, subprocess, sys, time\nfrom hiexp.study import STUDY\n"
+        f"p = subprocess.Popen([sys.executable, '-m', 'hiexp.study_job', {str(folder)!r}],"
+        " env=os.environ | {STUDY: str(os.getpid())}); print(p.pid, flush=True)\n"
         "time.sleep(600)"
     )
     environment = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
     study = subprocess.Popen([sys.executable, "-c", parent], env=environment, stdout=subprocess.PIPE, text=True)
     job = int(study.stdout.readline())
-    for _ in range(1200):
-        if (folder / ".lock").exists():
-            break
+    while not early and not (folder / ".lock").exists():
         time.sleep(0.1)
     study.kill()
     study.wait()
@@ -254,6 +254,11 @@ def test_mistakes_are_told_before_anything_runs(tmp_path):
     with pytest.raises(ConfigError, match=r"data.train itself; leave it out"):
         run_study(tiny(tmp_path / "y", "overrides=[data.train=x.jsonl]"))
     assert not (tmp_path / "y").exists()
+    for override in ("optim={lr: 1e-5}", "other.yaml"):
+        with pytest.raises(ConfigError, match="one key=value"):
+            run_study(replace(tiny(tmp_path / "y"), overrides=(override,)))
+    with pytest.raises(ConfigError, match="cannot write"):
+        run_study(tiny(tmp_path / "notes" / "below"))
     with pytest.raises(ConfigError, match="is a file"):
         run_study(tiny(tmp_path / "notes"))
 
